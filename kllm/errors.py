@@ -1,0 +1,39 @@
+"""Every error a user can act on, with the exit code the command line turns it into.
+
+KllmError                 1  the run failed, or a threshold was missed
+├── ConfigError           2  wrong usage: an option, a config, a layout or a model that cannot be
+├── CapacityError         3  sound, but this machine cannot hold it (memory, devices)
+├── DependencyError       1  an optional library is missing or too old
+├── DataError             1  a file that cannot be read: weights, results, recipes, storage
+└── WorkerError           1  a child process or a rank died, hung or answered nonsense
+"""
+
+
+class KllmError(Exception):
+    """Base of all errors whose message is meant for the user: what, why, what to do instead."""
+
+    exit_code = 1
+
+
+class ConfigError(KllmError):
+    """The request itself cannot be carried out, on any machine."""
+
+    exit_code = 2
+
+
+class CapacityError(KllmError):
+    """The request is sound, but this machine cannot hold it."""
+
+    exit_code = 3
+
+
+class DependencyError(KllmError):
+    """An optional library is needed and missing, or its version cannot be used."""
+
+
+class DataError(KllmError):
+    """A file or a storage that cannot be read or written as what it claims to be."""
+
+
+class WorkerError(KllmError):
+    """A child process or a rank died, hung, or broke the protocol."""
