@@ -1,0 +1,1 @@
+"""Attention backends: each takes flat tokens and paged KV and returns flat outputs."""

@@ -1,0 +1,87 @@
+"""What a step's layers know of the batch: the plan as tensors on the model's device."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kllm.cache.pool import KVPool
+from kllm.core import Plan
+
+
+@dataclass(slots=True)
+class ForwardContext:
+    """One step's batch.
+
+    Host copies of the lengths are numpy arrays, so that no layer has to synchronise with the
+    device to learn a shape.
+    """
+
+    pool: KVPool
+    num_decodes: int  # leading requests with exactly one query token
+    query_lens_host: NDArray[np.int32]  # [B]
+    context_lens_host: NDArray[np.int32]  # [B]
+    token_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    request_index: Tensor  # [T] int64, which request of the step a token belongs to
+    cu_seqlens: Tensor  # [B + 1] int32, where each request's tokens start
+    context_lens: Tensor  # [B] int32, including this step's tokens
+    block_tables: Tensor  # [B, max pages] int32
+    rows: Tensor  # [B] int64, state slot of each request
+    shared: dict[str, Any] = field(default_factory=dict)  # values that layers share in a step
+
+    @classmethod
+    def from_plan(cls, plan: Plan, pool: KVPool, device: torch.device) -> "ForwardContext":
+        """The plan's arrays as tensors; on a GPU the copies are asynchronous."""
+
+        def put(array: NDArray[Any]) -> Tensor:
+            tensor = torch.from_numpy(np.ascontiguousarray(array))
+            if device.type == "cpu":
+                return tensor
+            return tensor.pin_memory().to(device, non_blocking=True)
+
+        batch = len(plan.query_lens)
+        cu_seqlens = np.zeros(batch + 1, np.int32)
+        np.cumsum(plan.query_lens, out=cu_seqlens[1:])
+        request_index = np.repeat(np.arange(batch, dtype=np.int64), plan.query_lens)
+        return cls(
+            pool=pool,
+            num_decodes=plan.num_decodes,
+            query_lens_host=plan.query_lens,
+            context_lens_host=plan.context_lens,
+            token_ids=put(plan.token_ids),
+            positions=put(plan.positions),
+            request_index=put(request_index),
+            cu_seqlens=put(cu_seqlens),
+            context_lens=put(plan.context_lens),
+            block_tables=put(plan.block_tables),
+            rows=put(plan.rows.astype(np.int64)),
+        )
+
+    @property
+    def num_tokens(self) -> int:
+        """T: query tokens of the step."""
+        return self.token_ids.shape[0]
+
+    def entry_slots(self, tokens_per_entry: int = 1) -> Tensor:
+        """[T] int64: the slot of the entry that each token belongs to, in a paged state."""
+        key = f"slots {tokens_per_entry}"
+        if key not in self.shared:
+            per_page = self.pool.page_size // tokens_per_entry
+            entry = self.positions // tokens_per_entry
+            pages = self.block_tables[self.request_index, entry // per_page].long()
+            self.shared[key] = pages * per_page + entry % per_page
+        found: Tensor = self.shared[key]
+        return found
+
+    def ring_slots(self, ring_rows: int) -> Tensor:
+        """[T] int64: each token's slot in a ring state of `ring_rows` rows a request."""
+        key = f"ring {ring_rows}"
+        if key not in self.shared:
+            row = self.rows[self.request_index]
+            self.shared[key] = row * ring_rows + self.positions % ring_rows
+        found: Tensor = self.shared[key]
+        return found

@@ -1,0 +1,1 @@
+"""Benches: each measures the engine and returns results; none of them prints."""

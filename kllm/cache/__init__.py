@@ -1,0 +1,1 @@
+"""KV declarations, block pool and the tensors behind them."""

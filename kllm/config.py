@@ -1,0 +1,93 @@
+"""How an engine is set up: frozen dataclasses that check themselves."""
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from kllm.errors import ConfigError
+
+DTYPES = ("float32", "bfloat16", "float16")
+KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8")
+
+
+def _at_least(name: str, value: float, least: float) -> None:
+    if value < least:
+        raise ConfigError(f"{name} must be at least {least}, got {value}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """How KV-cache memory is laid out."""
+
+    page_size: int = 0  # tokens a page; 0: the smallest that suits the model and the backend
+    memory_bytes: int = 0  # bytes for KV pages and request state; 0: by memory_fraction
+    memory_fraction: float = 0.85  # share of free device memory given to KV when bytes are not said
+    dtype: str = "auto"  # KV element type; auto: the model dtype
+    rewind_tokens: int = 0  # how many of the newest tokens speculation may take back
+
+    def __post_init__(self) -> None:
+        _at_least("page_size", self.page_size, 0)
+        _at_least("memory_bytes", self.memory_bytes, 0)
+        _at_least("rewind_tokens", self.rewind_tokens, 0)
+        if not 0 < self.memory_fraction <= 1:
+            raise ConfigError(f"memory_fraction must be in (0, 1], got {self.memory_fraction}")
+        if self.dtype not in KV_DTYPES:
+            raise ConfigError(f"unknown KV dtype '{self.dtype}'; known: {', '.join(KV_DTYPES)}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """What one step may hold."""
+
+    max_batch: int = 64  # running requests
+    token_budget: int = 2048  # tokens a step; longer prompts are prefilled in chunks of this
+
+    def __post_init__(self) -> None:
+        _at_least("max_batch", self.max_batch, 1)
+        _at_least("token_budget", self.token_budget, 1)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParallelConfig:
+    """Degrees of the parallel layout; 1 everywhere is a single rank."""
+
+    tp: int = 1  # tensor parallel: heads, columns, vocabulary
+    dp: int = 1  # request-DP attention
+    ep: int = 1  # expert parallel
+    cp: int = 1  # context parallel, prefill
+    pp: int = 1  # pipeline stages
+
+    def __post_init__(self) -> None:
+        for name in ("tp", "dp", "ep", "cp", "pp"):
+            _at_least(name, getattr(self, name), 1)
+
+    @property
+    def world(self) -> int:
+        """Ranks of the layout; experts live on the attention ranks."""
+        return self.tp * self.dp * self.cp * self.pp
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """Everything an engine needs to start."""
+
+    model: str  # preset name, model folder, or GGUF file
+    scale: str = "auto"  # "full", "layers:N", "tiny"; auto: the largest that fits the device
+    load: Literal["auto", "weights", "random"] = "auto"  # auto: weights if model is a file
+    device: str = "auto"  # "cpu", "cuda", "cuda:1"; auto: the GPU if there is one
+    dtype: str = "auto"  # auto: bfloat16 on a GPU, float32 on a CPU
+    attention: str = "auto"  # attention backend for full-KV families
+    graphs: bool = True  # replay decode steps as CUDA graphs, where there is a GPU
+    max_model_len: int = 0  # tokens a request may hold; 0: what model and KV pool allow
+    seed: int = 0  # random weights, and requests without a seed of their own
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+
+    def __post_init__(self) -> None:
+        if not self.model:
+            raise ConfigError("no model named; see `kllm models` for the presets")
+        if self.dtype != "auto" and self.dtype not in DTYPES:
+            raise ConfigError(f"unknown dtype '{self.dtype}'; known: auto, {', '.join(DTYPES)}")
+        if self.load not in ("auto", "weights", "random"):
+            raise ConfigError(f"unknown load '{self.load}'; known: auto, weights, random")
+        _at_least("max_model_len", self.max_model_len, 0)

@@ -1,0 +1,1 @@
+"""Building blocks of the model families, aware of parallel layouts."""

@@ -1,0 +1,61 @@
+"""Rotary position embedding: frequencies, and one table of cosines and sines a step."""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kllm.attention.context import ForwardContext
+
+
+@dataclass(frozen=True, slots=True)
+class Yarn:
+    """YaRN frequency scaling (Peng et al. 2023), the `rope_scaling` keys of a config."""
+
+    factor: float
+    original_max_position: int
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Rotary:
+    """One kind of rotary embedding: all layers that share it share its tables.
+
+    Angles are position (float32) times inverse frequency (float32), then cosine and sine in
+    float32: the order of the reference implementations, which matters near 1M positions.
+    """
+
+    dim: int  # rotated channels
+    theta: float
+    yarn: Yarn | None = None
+
+    def inv_freq(self) -> Tensor:
+        """[dim / 2] float32, theta^(-2i/dim), with YaRN's ramp where it is set."""
+        freq = self.theta ** -(torch.arange(0, self.dim, 2, dtype=torch.float64) / self.dim)
+        if self.yarn:
+            yarn = self.yarn
+
+            def correction(rotations: float) -> float:
+                wavelength = yarn.original_max_position / (rotations * 2 * math.pi)
+                return self.dim * math.log(wavelength) / (2 * math.log(self.theta))
+
+            low = max(math.floor(correction(yarn.beta_fast)), 0)
+            high = min(math.ceil(correction(yarn.beta_slow)), self.dim - 1)
+            steps = torch.arange(self.dim // 2, dtype=torch.float64)
+            ramp = ((steps - low) / max(high - low, 0.001)).clamp(0, 1)
+            freq = freq * (1 - ramp) + freq / yarn.factor * ramp
+        return freq.float()
+
+    def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines, each [*positions.shape, dim / 2] float32."""
+        angles = positions.float().unsqueeze(-1) * self.inv_freq().to(positions.device)
+        return angles.cos(), angles.sin()
+
+    def tables(self, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
+        """`cos_sin` of the step's positions, computed once a step."""
+        found = ctx.shared.get(f"rope {self}")
+        if found is None:
+            found = ctx.shared[f"rope {self}"] = self.cos_sin(ctx.positions)
+        return found  # type: ignore[return-value]

@@ -1,0 +1,1 @@
+"""Model families, their presets, and reading or making their weights."""

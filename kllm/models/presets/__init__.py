@@ -1,0 +1,1 @@
+"""Published model sizes, one JSON config a file."""

@@ -1,0 +1,1 @@
+"""Layouts and the communicators they run on."""

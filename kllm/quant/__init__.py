@@ -1,0 +1,1 @@
+"""Number formats of weights and KV: FP8, FP4 and their scales."""

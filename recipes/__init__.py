@@ -1,0 +1,1 @@
+"""Recipes: a tuned deployment as a small TOML file."""

@@ -1,0 +1,1 @@
+"""Results: one JSON document a run, with statistics, comparison and reports."""

@@ -1,0 +1,79 @@
+"""Drives a network through hand-made plans: any chunking of any requests, no engine."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kllm.attention.context import ForwardContext
+from kllm.cache.pool import KVPool
+from kllm.core import Plan
+from kllm.models.base import CausalLM
+
+
+class Harness:
+    """Requests with shuffled pages and state rows, so that wrong indexing cannot hide."""
+
+    def __init__(
+        self,
+        model: CausalLM,
+        num_requests: int = 1,
+        max_len: int = 256,
+        page_size: int | None = None,
+        kv_dtype: str = "float32",
+        seed: int = 0,
+    ) -> None:
+        self.model = model
+        self.device = next(model.parameters()).device
+        page_size = page_size or model.cache_spec.page_granule
+        pages_each = -(-max_len // page_size)
+        rng = np.random.default_rng(seed)
+        order = rng.permutation(num_requests * pages_each + 3)
+        self.tables = order[: num_requests * pages_each].reshape(num_requests, pages_each)
+        self.rows = rng.permutation(num_requests + 2)[:num_requests].astype(np.int32)
+        self.pool = KVPool(
+            model.cache_spec,
+            num_pages=num_requests * pages_each + 3,
+            page_size=page_size,
+            max_batch=num_requests + 2,
+            kv_dtype=kv_dtype,
+            compute_dtype=next(model.parameters()).dtype,
+            device=self.device,
+        )
+        self.lengths = np.zeros(num_requests, np.int32)
+
+    def step(self, tokens: dict[int, Sequence[int]]) -> dict[int, Tensor]:
+        """Run the given tokens of each request; logits [n, V] of every one of them."""
+        order = sorted(tokens, key=lambda r: len(tokens[r]))
+        query_lens = np.array([len(tokens[r]) for r in order], np.int32)
+        starts = self.lengths[order]
+        plan = Plan(
+            step=0,
+            num_decodes=int((query_lens == 1).sum()),
+            rows=self.rows[order],
+            query_lens=query_lens,
+            context_lens=(starts + query_lens).astype(np.int32),
+            token_ids=np.concatenate([np.asarray(tokens[r], np.int64) for r in order]),
+            positions=np.concatenate(
+                [
+                    np.arange(s, s + n, dtype=np.int64)
+                    for s, n in zip(starts, query_lens, strict=True)
+                ]
+            ),
+            block_tables=self.tables[order].astype(np.int32),
+            samples=np.ones(len(order), bool),
+        )
+        ctx = ForwardContext.from_plan(plan, self.pool, self.device)
+        with torch.inference_mode():
+            logits = self.model.logits(self.model(ctx))
+        self.lengths[order] += query_lens
+        return dict(zip(order, logits.split(query_lens.tolist()), strict=True))
+
+    def run(self, token_ids: Sequence[int], chunks: Sequence[int], request: int = 0) -> Tensor:
+        """Feed one request in chunks of the given sizes; logits [sum(chunks), V]."""
+        out, start = [], 0
+        for size in chunks:
+            out.append(self.step({request: token_ids[start : start + size]})[request])
+            start += size
+        return torch.cat(out)

@@ -1,0 +1,19 @@
+"""The one table of tolerances. A number changes only with a reason in the commit."""
+
+import torch
+
+# Against a float32 reference, relative and absolute alike: one rounding of the dtype and some
+# slack for a different order of summation.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 1e-2}
+FP8_KV = 5e-2  # e4m3 keeps 3 mantissa bits: 2^-4 relative a channel, averaged by the softmax
+
+# Largest absolute logit difference to transformers in float32, logits of unit scale.
+LOGITS = {
+    "llama": 1e-5,
+    "deepseek_v4": 1e-5,
+    # The absorbed form multiplies W_UK and W_UV in another order than the reference does.
+    "glm_moe_dsa": 2e-4,
+}
+
+# GEMM and MoE: 1 - 2<x,y> / (<x,x> + <y,y>).
+GEMM_DISTANCE = {torch.bfloat16: 1e-5, "fp8": 1e-3, "fp4": 1e-2}

@@ -1,0 +1,1 @@
+"""Search spaces, studies, objectives and trial runners."""
