@@ -116,14 +116,6 @@ class Plan:
         return len(self.token_ids)
 
 
-@dataclass(slots=True)
-class Outcome:
-    """What a step gave back: one sampled token for each request with `plan.samples`."""
-
-    token_ids: NDArray[np.int64]  # [S] in the plan's order
-    logprobs: list[TokenLogprobs | None] | None = None  # [S], only if some request asked
-
-
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
     """Log probability of a chosen token and of the likeliest ones (natural log)."""
@@ -131,3 +123,11 @@ class TokenLogprobs:
     token_id: int
     logprob: float
     top: tuple[tuple[int, float], ...] = ()  # (token id, log probability), likeliest first
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What a step gave back: one sampled token for each request with `plan.samples`."""
+
+    token_ids: NDArray[np.int64]  # [S] in the plan's order
+    logprobs: list[TokenLogprobs | None] | None = None  # [S], only if some request asked
