@@ -1,0 +1,107 @@
+"""The command line: the Typer app, and the one place that turns an error into an exit code.
+
+Exit codes: 0 done, 1 the run failed or a threshold was missed, 2 wrong usage or config,
+3 not enough hardware, 130 interrupted.
+"""
+
+import errno
+import os
+import sys
+import traceback
+from typing import Annotated
+
+import typer
+from rich.markup import escape
+
+from kllm import __version__, env
+from kllm.cli.bench import bench_app
+from kllm.cli.compare import compare
+from kllm.cli.config import config_app
+from kllm.cli.console import err, out
+from kllm.cli.doctor import doctor
+from kllm.cli.generate import generate
+from kllm.cli.models import models
+from kllm.cli.recipes import recipes_app
+from kllm.cli.report import report
+from kllm.cli.tune import tune
+from kllm.errors import KllmError
+
+app = typer.Typer(
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+    help="Benchmark and tune deployments of large MoE language models.",
+)
+app.command()(tune)
+app.add_typer(bench_app, name="bench")
+app.command()(compare)
+app.command()(report)
+app.command()(generate)
+app.command()(models)
+app.add_typer(recipes_app, name="recipes")
+app.command()(doctor)
+app.add_typer(config_app, name="config")
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        out.print(__version__, highlight=False)
+        raise typer.Exit()
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it.")
+    ] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Print tracebacks of errors.")] = False,
+) -> None:
+    """Root options; `--debug` is also taken after a command (see `main`)."""
+
+
+def main() -> None:
+    """Run the command line and exit."""
+    args = sys.argv[1:]
+    if "--debug" in args:
+        args.remove("--debug")
+        os.environ["KLLM_DEBUG"] = "1"
+    try:
+        _run(args)
+    except KllmError as error:
+        _fail(str(error), error.exit_code)
+    except KeyboardInterrupt:
+        _fail("interrupted", 130)
+    except MemoryError:
+        _fail("out of memory on the host; use a smaller scale, batch or KV memory", 3)
+    except OSError as error:
+        _fail(_os_sentence(error), 1)
+    except Exception as error:
+        if type(error).__name__ == "OutOfMemoryError":  # torch's, without importing torch
+            _fail(f"out of device memory: {error}".splitlines()[0], 3)
+        _fail(f"internal error, please report it: {type(error).__name__}: {error}", 1)
+
+
+def _run(args: list[str]) -> None:
+    from kllm.cli.defaults import config_path, read_defaults
+
+    command = typer.main.get_command(app)
+    # `kllm config check` must be able to report a broken file, so it does not load one.
+    path = None if args[:1] == ["config"] else config_path()
+    defaults = read_defaults(path, command) if path else None
+    command.main(args, prog_name="kllm", auto_envvar_prefix="KLLM", default_map=defaults)
+
+
+def _os_sentence(error: OSError) -> str:
+    where = f" {error.filename}" if error.filename else ""
+    if error.errno == errno.ENOSPC:
+        return f"no space left on the disk while writing{where}; free some and run it again"
+    if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+        return f"not allowed to write or read{where}; choose another path with --output"
+    return f"{error.strerror or error}{where}"
+
+
+def _fail(sentence: str, code: int) -> None:
+    if env.debug():
+        traceback.print_exc()
+    err.print(f"[red]error:[/red] {escape(sentence)}", highlight=False, soft_wrap=True)
+    raise SystemExit(code)
