@@ -1,0 +1,105 @@
+"""Timing on machines that are never quiet: warm-up, alternation, repeats, failures kept.
+
+Two things are compared by measuring them in turn, in an order that is reversed each round
+(ABBA): what drifts slowly, such as clocks, heat and neighbours, then hits both alike.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+import torch
+
+from kllm.errors import CapacityError
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A point that this machine cannot hold."""
+
+    reason: str
+
+
+def out_of_memory(error: BaseException) -> str:
+    """One sentence if `error` says that memory ran out, on the device or the host; else ""."""
+    if isinstance(error, torch.OutOfMemoryError):
+        return "out of device memory"
+    # torch's CPU allocator has no class of its own for it.
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):
+        return "out of host memory"
+    return ""
+
+
+def attempt(action: Callable[[], T]) -> T | Failed:
+    """Run one point of a sweep; a lack of memory becomes `Failed`, so that the sweep goes on.
+
+    Every other error is raised: it would be a fault of ours and not of the point.
+    """
+    try:
+        return action()
+    except CapacityError as error:
+        return Failed(str(error))
+    except (RuntimeError, MemoryError) as error:
+        reason = out_of_memory(error)
+        if not reason:
+            raise
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()  # the failed point's blocks would count against the next one
+    return Failed(reason)
+
+
+def timed(action: Callable[[], object], device: str = "cpu") -> float:
+    """Seconds that one call takes, until the device has finished it."""
+    if not device.startswith("cuda"):
+        start = time.perf_counter()
+        action()
+        return time.perf_counter() - start
+    begin = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize(device)
+    stream = torch.cuda.current_stream(torch.device(device))
+    begin.record(stream)
+    action()
+    end.record(stream)
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3
+
+
+def measure(
+    action: Callable[[], object], *, device: str = "cpu", warmup: int = 2, repeats: int = 10
+) -> list[float]:
+    """Seconds of each of `repeats` calls, after `warmup` calls that do not count."""
+    for _ in range(warmup):
+        action()
+    return [timed(action, device) for _ in range(repeats)]
+
+
+def interleave(
+    sides: Mapping[str, Callable[[], T]],
+    *,
+    repeats: int,
+    warmup: int = 1,
+    each: Callable[[int], None] | None = None,
+) -> dict[str, list[T]]:
+    """Run every side `repeats` times in alternation; value i of one pairs with value i of another.
+
+    Args:
+        sides: name to a call that measures once and returns its value.
+        repeats: rounds; the order of the sides turns round after each one.
+        warmup: rounds before, whose values are dropped.
+        each: told the number of rounds done.
+    """
+    names = list(sides)
+    values: dict[str, list[T]] = {name: [] for name in names}
+    for done in range(-warmup, repeats):
+        order = names if done % 2 == 0 else names[::-1]
+        for name in order:
+            value = sides[name]()
+            if done >= 0:
+                values[name].append(value)
+        if each and done >= 0:
+            each(done + 1)
+    return values
