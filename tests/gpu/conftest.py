@@ -1,0 +1,39 @@
+"""Where the GPU tests run: on a GPU, or kernel by kernel in Triton's interpreter.
+
+`pytest -m gpu tests/gpu` on a machine with a GPU runs everything. Without one,
+`TRITON_INTERPRET=1 pytest tests/gpu` runs the kernels' tests on the CPU, if Triton is there.
+"""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.gpu.cases import INTERPRET
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if Path(__file__).parent in item.path.parents:
+            item.add_marker(pytest.mark.gpu)
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where Triton kernels can run here."""
+    if importlib.util.find_spec("triton") is None:
+        pytest.skip("Triton is not installed")
+    if torch.cuda.is_available() and not INTERPRET:
+        return torch.device("cuda")
+    if INTERPRET:
+        return torch.device("cpu")
+    pytest.skip("no GPU, and TRITON_INTERPRET=1 is not set")
+
+
+@pytest.fixture(scope="session")
+def cuda() -> torch.device:
+    """A real GPU."""
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    return torch.device("cuda")
