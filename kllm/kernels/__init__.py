@@ -4,9 +4,12 @@ The functions here choose by device: Triton where the tensors are on a GPU, othe
 reference. Nothing else in the engine knows which one ran.
 """
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
-from kllm.kernels import reference
+from kllm.kernels import moe_grouped, reference
 
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
@@ -29,3 +32,67 @@ def rope(
 def swiglu(gate_up: Tensor, limit: float | None = None) -> Tensor:
     """See `kllm.kernels.reference.swiglu`."""
     return reference.swiglu(gate_up, limit)
+
+
+def moe(
+    x: Tensor,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    w13: Tensor,
+    w2: Tensor,
+    limit: float | None = None,
+    first_expert: int = 0,
+) -> Tensor:
+    """See `kllm.kernels.reference.moe`."""
+    if x.is_cuda and x.dtype == torch.bfloat16:
+        return moe_grouped.moe(x, topk_ids, topk_weights, w13, w2, limit, first_expert)
+    return reference.moe(x, topk_ids, topk_weights, w13, w2, limit, first_expert)
+
+
+def sparse_attention(
+    q: Tensor,
+    segments: Sequence[tuple[Tensor, Tensor]],
+    scale: float,
+    sink: Tensor | None = None,
+    value_dim: int | None = None,
+) -> Tensor:
+    """See `kllm.kernels.reference.sparse_attention`."""
+    return reference.sparse_attention(q, segments, scale, sink, value_dim)
+
+
+def index_scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
+    """See `kllm.kernels.reference.index_scores`."""
+    return reference.index_scores(q, weights, keys)
+
+
+def pool_rows(values: Tensor, gates: Tensor) -> Tensor:
+    """See `kllm.kernels.reference.pool_rows`."""
+    return reference.pool_rows(values, gates)
+
+
+def hc_pre(
+    streams: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    *,
+    norm_eps: float,
+    eps: float,
+    iterations: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See `kllm.kernels.reference.hc_pre`."""
+    return reference.hc_pre(
+        streams, fn, base, scale, norm_eps=norm_eps, eps=eps, iterations=iterations
+    )
+
+
+def hc_post(out: Tensor, streams: Tensor, expand: Tensor, mix: Tensor) -> Tensor:
+    """See `kllm.kernels.reference.hc_post`."""
+    return reference.hc_post(out, streams, expand, mix)
+
+
+def hc_head(
+    streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, *, norm_eps: float, eps: float
+) -> Tensor:
+    """See `kllm.kernels.reference.hc_head`."""
+    return reference.hc_head(streams, fn, base, scale, norm_eps=norm_eps, eps=eps)
