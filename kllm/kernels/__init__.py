@@ -4,34 +4,49 @@ The functions here choose by device: Triton where the tensors are on a GPU, othe
 reference. Nothing else in the engine knows which one ran.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
 
 from kllm.kernels import moe_grouped, reference
 
+P = ParamSpec("P")
+R = TypeVar("R")
+
+SMALL_BATCH = 64  # tokens up to which one expert's rows fit a tile of the Triton MoE
+
+
+def _best(name: str, plain: Callable[P, R], x: Tensor) -> Callable[P, R]:
+    """`plain`, or its twin in `<name>_triton` where `x` is on a GPU."""
+    if not x.is_cuda:
+        return plain
+    twin: Callable[P, R] = getattr(import_module(f"kllm.kernels.{name}_triton"), plain.__name__)
+    return twin
+
 
 def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `kllm.kernels.reference.rmsnorm`."""
-    return reference.rmsnorm(x, weight, eps)
+    return _best("rmsnorm", reference.rmsnorm, x)(x, weight, eps)
 
 
 def add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """See `kllm.kernels.reference.add_rmsnorm`."""
-    return reference.add_rmsnorm(x, residual, weight, eps)
+    return _best("rmsnorm", reference.add_rmsnorm, x)(x, residual, weight, eps)
 
 
 def rope(
     x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = True, inverse: bool = False
 ) -> Tensor:
     """See `kllm.kernels.reference.rope`."""
-    return reference.rope(x, cos, sin, interleaved=interleaved, inverse=inverse)
+    return _best("rope", reference.rope, x)(x, cos, sin, interleaved=interleaved, inverse=inverse)
 
 
 def swiglu(gate_up: Tensor, limit: float | None = None) -> Tensor:
     """See `kllm.kernels.reference.swiglu`."""
-    return reference.swiglu(gate_up, limit)
+    return _best("swiglu", reference.swiglu, gate_up)(gate_up, limit)
 
 
 def moe(
@@ -44,9 +59,10 @@ def moe(
     first_expert: int = 0,
 ) -> Tensor:
     """See `kllm.kernels.reference.moe`."""
-    if x.is_cuda and x.dtype == torch.bfloat16:
+    if x.is_cuda and x.shape[0] > SMALL_BATCH and x.dtype == torch.bfloat16:
         return moe_grouped.moe(x, topk_ids, topk_weights, w13, w2, limit, first_expert)
-    return reference.moe(x, topk_ids, topk_weights, w13, w2, limit, first_expert)
+    best = _best("moe", reference.moe, x) if x.shape[0] <= SMALL_BATCH else reference.moe
+    return best(x, topk_ids, topk_weights, w13, w2, limit, first_expert)
 
 
 def sparse_attention(
@@ -57,12 +73,14 @@ def sparse_attention(
     value_dim: int | None = None,
 ) -> Tensor:
     """See `kllm.kernels.reference.sparse_attention`."""
-    return reference.sparse_attention(q, segments, scale, sink, value_dim)
+    return _best("sparse_attention", reference.sparse_attention, q)(
+        q, segments, scale, sink, value_dim
+    )
 
 
 def index_scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
     """See `kllm.kernels.reference.index_scores`."""
-    return reference.index_scores(q, weights, keys)
+    return _best("indexer", reference.index_scores, q)(q, weights, keys)
 
 
 def pool_rows(values: Tensor, gates: Tensor) -> Tensor:
@@ -81,18 +99,20 @@ def hc_pre(
     iterations: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See `kllm.kernels.reference.hc_pre`."""
-    return reference.hc_pre(
+    return _best("hyper_connection", reference.hc_pre, streams)(
         streams, fn, base, scale, norm_eps=norm_eps, eps=eps, iterations=iterations
     )
 
 
 def hc_post(out: Tensor, streams: Tensor, expand: Tensor, mix: Tensor) -> Tensor:
     """See `kllm.kernels.reference.hc_post`."""
-    return reference.hc_post(out, streams, expand, mix)
+    return _best("hyper_connection", reference.hc_post, streams)(out, streams, expand, mix)
 
 
 def hc_head(
     streams: Tensor, fn: Tensor, base: Tensor, scale: Tensor, *, norm_eps: float, eps: float
 ) -> Tensor:
     """See `kllm.kernels.reference.hc_head`."""
-    return reference.hc_head(streams, fn, base, scale, norm_eps=norm_eps, eps=eps)
+    return _best("hyper_connection", reference.hc_head, streams)(
+        streams, fn, base, scale, norm_eps=norm_eps, eps=eps
+    )

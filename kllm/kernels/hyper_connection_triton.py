@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 """Manifold-constrained hyper-connections (Xie et al. 2026) in Triton: three launches a sublayer.
 
 `hc_pre` is a split-K product with the flattened streams, then one kernel that sums the

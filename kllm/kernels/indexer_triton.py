@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 """Scores of the lightning indexer in Triton: the [T, H, N] products never reach memory."""
 
 import torch
@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-KEYS = 128  # keys a program scores
+KEYS = 128  # keys a program scores; float32 products need more registers and take fewer
 TOKENS = 8  # tokens a program scores against the same keys
 
 
@@ -32,9 +32,7 @@ def _index_scores(
         weights = tl.load(weights_ptr + token * heads + head, live, other=0.0)
         s = tl.dot(q, tl.trans(k).to(q.dtype), input_precision="ieee")  # [HEADS, KEYS]
         score = tl.sum(tl.maximum(s, 0.0) * weights[:, None], axis=0)
-        tl.store(
-            out_ptr + token * num_keys + key, score, (key < num_keys) & (token < num_tokens)
-        )
+        tl.store(out_ptr + token * num_keys + key, score, (key < num_keys) & (token < num_tokens))
 
 
 def index_scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
@@ -46,13 +44,14 @@ def index_scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
         return out
     shared = keys.dim() == 2
     together = TOKENS if shared and tokens >= TOKENS else 1
-    _index_scores[(triton.cdiv(num_keys, KEYS), triton.cdiv(tokens, together))](
+    block = KEYS if q.dtype != torch.float32 else 16
+    _index_scores[(triton.cdiv(num_keys, block), triton.cdiv(tokens, together))](
         q, weights.contiguous(), keys, out, tokens, heads, num_keys,
         q.stride(0), q.stride(1), 0 if shared else keys.stride(0), keys.stride(-2),
         DIM=dim,
         DIM_BLOCK=max(16, triton.next_power_of_2(dim)),
         HEADS=max(16, triton.next_power_of_2(heads)),
-        KEYS=KEYS,
+        KEYS=block,
         TOKENS=together,
         num_warps=8 if heads > 32 else 4,
         num_stages=1 if q.dtype == torch.float32 else 2,

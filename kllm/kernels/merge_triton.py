@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 """Merging attention results of key splits, and how many splits fill a device."""
 
 import torch
@@ -75,7 +75,7 @@ def choose_splits(programs: int, keys: int, min_keys: int, device: torch.device)
         keys: upper bound of the keys of a tile, known on the host.
         min_keys: fewer keys a split cost more in merging than they win in parallelism.
     """
-    useful = min(triton.cdiv(keys, min_keys), MAX_SPLITS)
+    useful: int = min(triton.cdiv(keys, min_keys), MAX_SPLITS)
     if device.type == "cpu":  # the interpreter: split wherever a GPU could
         return max(1, useful)
     processors = torch.cuda.get_device_properties(device).multi_processor_count

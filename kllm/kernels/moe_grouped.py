@@ -7,7 +7,7 @@ hold it.
 import torch
 from torch import Tensor
 
-from kllm.kernels import reference
+from kllm import kernels
 
 
 def moe(
@@ -28,7 +28,7 @@ def moe(
         experts, torch.arange(num_experts, device=x.device), right=True, out_int32=True
     )
     hidden = torch._grouped_mm(x[order // k], w13.transpose(1, 2), offs=ends)
-    hidden = reference.swiglu(hidden, limit)
+    hidden = kernels.swiglu(hidden, limit)
     rows = torch._grouped_mm(hidden, w2.transpose(1, 2), offs=ends).float()
     # Rows behind the last expert are uninitialised memory: replaced, as 0 * NaN is NaN.
     rows = rows.masked_fill((experts == num_experts).unsqueeze(1), 0)

@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 """Routed experts in Triton for small batches: decode steps read each chosen expert once.
 
 Three launches and a sum: sort the (token, choice) pairs by expert, w13 with SwiGLU, w2 with
@@ -108,7 +108,8 @@ def moe(
     """See `kllm.kernels.reference.moe`; for at most MAX_PAIRS (token, choice) pairs."""
     (tokens, dim), k = x.shape, topk_ids.shape[1]
     experts, hidden, pairs = w13.shape[0], w2.shape[2], tokens * k
-    assert pairs <= MAX_PAIRS and x.stride(1) == 1
+    assert pairs <= MAX_PAIRS
+    assert x.stride(1) == 1
     if tokens == 0:
         return torch.empty_like(x)
     order = torch.empty(pairs, dtype=torch.int32, device=x.device)

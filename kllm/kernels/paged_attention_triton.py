@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 """Causal attention over paged keys and values (GQA), for decode steps and for prefill chunks.
 
 A program owns a tile of query rows of one request and one KV head: the query tokens of the
@@ -20,15 +20,15 @@ MIN_SPLIT_KEYS = 256
 
 
 @triton.jit
-def _load_entries(ptr, slots, mask, heads_stride, DIM: tl.constexpr, GROUP: tl.constexpr, dtype):
-    """[keys, DIM] of one head from its entries; packed fp8 entries where GROUP > 0."""
+def _load_entries(ptr, slots, mask, entry_stride, DIM: tl.constexpr, FP8: tl.constexpr, dtype):
+    """[keys, DIM] of one head. An FP8 entry is DIM e4m3 values and their float32 scale."""
     cols = tl.arange(0, DIM)[None, :]
-    rows = ptr + slots[:, None] * heads_stride
-    if GROUP == 0:
+    rows = ptr + slots[:, None] * entry_stride
+    if not FP8:
         return tl.load(rows + cols, mask[:, None], other=0.0)
     values = tl.load((rows + cols).to(tl.pointer_type(tl.float8e4nv)), mask[:, None], other=0.0)
-    scales = (rows + DIM + cols // GROUP * 4).to(tl.pointer_type(tl.float32))
-    return (values.to(tl.float32) * tl.load(scales, mask[:, None], other=0.0)).to(dtype)
+    scales = tl.load((rows + DIM).to(tl.pointer_type(tl.float32)), mask[:, None], other=0.0)
+    return (values.to(tl.float32) * scales).to(dtype)
 
 
 @triton.jit
@@ -57,7 +57,7 @@ def _attend(
     KEYS: tl.constexpr,
     SPLITS: tl.constexpr,
     DECODE: tl.constexpr,
-    FP8_GROUP: tl.constexpr,
+    FP8: tl.constexpr,
 ):
     tile, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     if DECODE:
@@ -87,17 +87,19 @@ def _attend(
     begin = split * share
     end = tl.minimum(begin + share, limit)
 
+    table = tables_ptr + request.to(tl.int64) * table_stride
     peak = tl.full((ROWS,), float("-inf"), tl.float32)
     total = tl.zeros((ROWS,), tl.float32)
     acc = tl.zeros((ROWS, DIM), tl.float32)
+    head_stride = tl.multiple_of(head_stride, 4)  # in bytes for FP8 entries: DIM and a float32
     keys_ptr = pages_ptr + kv_head * head_stride
     values_ptr = pages_ptr + (KV_HEADS + kv_head) * head_stride
     for start in range(begin, end, KEYS):
         key = start + tl.arange(0, KEYS)
         seen = key < end
-        page = tl.load(tables_ptr + request.to(tl.int64) * table_stride + key // PAGE, seen, other=0)
+        page = tl.load(table + key // PAGE, seen, other=0)
         slot = page.to(tl.int64) * PAGE + key % PAGE
-        k = _load_entries(keys_ptr, slot, seen, entry_stride, DIM, FP8_GROUP, q.dtype)
+        k = _load_entries(keys_ptr, slot, seen, entry_stride, DIM, FP8, q.dtype)
         s = tl.dot(q, tl.trans(k), input_precision="ieee") * scale_log2
         s = tl.where(seen[None, :] & (key[None, :] <= position[:, None]), s, float("-inf"))
         new_peak = tl.maximum(peak, tl.max(s, axis=1))
@@ -106,7 +108,7 @@ def _attend(
         p = tl.exp2(s - base[:, None])
         fade = tl.exp2(peak - base)
         total = total * fade + tl.sum(p, axis=1)
-        v = _load_entries(values_ptr, slot, seen, entry_stride, DIM, FP8_GROUP, q.dtype)
+        v = _load_entries(values_ptr, slot, seen, entry_stride, DIM, FP8, q.dtype)
         acc = acc * fade[:, None] + tl.dot(p.to(v.dtype), v, input_precision="ieee")
         peak = new_peak
 
@@ -126,19 +128,20 @@ def paged_attention(
     max_context: int,
     cu_seqlens: Tensor | None = None,
     tiles: Tensor | None = None,
-    fp8_group: int = 0,
+    fp8: bool = False,
 ) -> Tensor:
     """Causal attention of each request's newest tokens to all of its keys.
 
     Args:
         q: [T, H, D]; D a power of two, at least 16. Scores are scaled by D^-0.5.
-        pages: [P, page size, 2 K, D], keys in the first K heads; with `fp8_group`, uint8
-            entries of D e4m3 values and one float32 scale for each `fp8_group` of them.
+        pages: [P, page size, 2 K, D], keys in the first K heads; with `fp8`, uint8 entries of
+            D e4m3 values and one float32 scale.
         block_tables: [B, width] int32.
         context_lens: [B] int32, keys of each request, its newest tokens included.
         max_context: upper bound of `context_lens`, known on the host.
         cu_seqlens: [B + 1] int32, where each request's tokens start; None: one token each.
-        tiles: [N, 2] int32 from `prefill_tiles`; needed with `cu_seqlens`.
+        tiles: [N, 2] int32, (request, first query) of each tile of `tile_queries` queries;
+            needed with `cu_seqlens`.
 
     Returns:
         [T, H, D] in the dtype of `q`.
@@ -151,7 +154,7 @@ def paged_attention(
         return out
     decode = tiles is None
     head_block = triton.next_power_of_2(group)
-    rows = max(16, head_block) if decode else tile_rows(group)
+    rows = max(16, head_block) if decode else tile_rows(group, q.dtype)
     num_tiles = tokens if tiles is None else tiles.shape[0]
     splits = 1
     if decode:
@@ -182,10 +185,10 @@ def paged_attention(
         DIM=dim,
         PAGE=pages.shape[1],
         ROWS=rows,
-        KEYS=BLOCK_KEYS,
+        KEYS=BLOCK_KEYS if q.dtype != torch.float32 else 16,
         SPLITS=splits,
         DECODE=decode,
-        FP8_GROUP=fp8_group,
+        FP8=fp8,
         num_warps=4 if rows <= 64 else 8,
         num_stages=2 if q.dtype == torch.float32 else 3,
     )
@@ -194,11 +197,14 @@ def paged_attention(
     return out
 
 
-def tile_rows(group: int) -> int:
+def tile_rows(group: int, dtype: torch.dtype) -> int:
     """Rows of a prefill tile when `group` query heads share a KV head."""
-    return max(128, triton.next_power_of_2(group))
+    # Products of float32 tiles live in registers, not in the matrix units.
+    heads: int = triton.next_power_of_2(group)
+    return max(128 if dtype != torch.float32 else 16, heads)
 
 
-def tile_queries(group: int) -> int:
+def tile_queries(group: int, dtype: torch.dtype) -> int:
     """Query tokens of a prefill tile when `group` query heads share a KV head."""
-    return tile_rows(group) // triton.next_power_of_2(group)
+    heads: int = triton.next_power_of_2(group)
+    return tile_rows(group, dtype) // heads

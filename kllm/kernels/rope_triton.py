@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 """Rotary embedding in Triton, for whole tensors and for strided views of the rotated channels."""
 
 import torch

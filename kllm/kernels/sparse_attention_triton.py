@@ -1,4 +1,4 @@
-# mypy: allow-untyped-defs, allow-untyped-decorators
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 """Multi-query attention over index lists in Triton: sparse MLA, and DeepSeek-V4's attention.
 
 A program owns one token, a block of its heads and a share of its keys. Keys are gathered by
@@ -109,7 +109,7 @@ def _blocks(tokens: int, heads: int, dtype: torch.dtype, device: torch.device) -
     full = device.type == "cuda" and (
         tokens >= torch.cuda.get_device_properties(device).multi_processor_count
     )
-    return min(padded, 64 if full else 16), 64 if full else 32
+    return min(padded, 64 if full else 16), 32
 
 
 def sparse_attention(
@@ -126,6 +126,7 @@ def sparse_attention(
     out = torch.empty(tokens, heads, value_dim, dtype=q.dtype, device=q.device)
     if tokens == 0:
         return out
+    assert all(kv.stride(-1) == idx.stride(-1) == 1 for kv, idx in segments)
     (kv0, idx0), (kv1, idx1) = segments[0], segments[-1]
     head_block, key_block = _blocks(tokens, heads, q.dtype, q.device)
     head_blocks = triton.cdiv(heads, head_block)

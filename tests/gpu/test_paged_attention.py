@@ -91,7 +91,7 @@ def test_prefill_chunks_match_plain_softmax(
     """First chunks, later chunks and single tokens of different requests in one launch."""
     queries, lens = [1, 5, 70, 33], [40, 5, 130, 33]
     batch = Batch(queries, lens, heads, kv_heads, dim, dtype, device)
-    step = kernel().tile_queries(heads // kv_heads)
+    step = kernel().tile_queries(heads // kv_heads, dtype)
     tiles = [(r, first) for r, n in enumerate(queries) for first in range(0, n, step)]
     found = kernel().paged_attention(
         batch.q,
@@ -111,7 +111,7 @@ def test_decode_of_fp8_entries_matches_the_unpacked_ones(device: torch.device) -
     entry = EntryFormat(width=dim, fp8_channels=dim, group=dim)
     packed = kv_fp8.pack(batch.pages.nan_to_num(0.0), entry)
     found = kernel().paged_attention(
-        batch.q, packed, batch.tables, batch.context_lens, max(lens), fp8_group=dim
+        batch.q, packed, batch.tables, batch.context_lens, max(lens), fp8=True
     )
     unpacked = kv_fp8.unpack(packed, entry, torch.float32)
     assert_near(found, batch.expected(unpacked))
