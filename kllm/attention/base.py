@@ -5,12 +5,16 @@ they choose kernels, not backends.
 """
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from kllm.attention.context import ForwardContext
 from kllm.registry import Registry
+
+FLASHINFER_DIMS = (64, 128, 256)
 
 
 class AttentionBackend(Protocol):
@@ -20,7 +24,7 @@ class AttentionBackend(Protocol):
     """
 
     def prepare(self, ctx: ForwardContext) -> None:
-        """Called once a step, before the first layer."""
+        """Plan the step on the host; called once before it, outside of captured graphs."""
 
     def attend(self, ctx: ForwardContext, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Store this step's keys and values, then attend causally to all of each request's.
@@ -34,24 +38,38 @@ class AttentionBackend(Protocol):
         """
 
 
-def _torch() -> AttentionBackend:
+def _torch(query_heads: int) -> AttentionBackend:
     from kllm.attention.torch_ref import TorchAttention
 
     return TorchAttention()
 
 
-def _flashinfer() -> AttentionBackend:
+def _flashinfer(query_heads: int) -> AttentionBackend:
     from kllm.attention.flashinfer import FlashInferAttention
 
-    return FlashInferAttention()
+    return FlashInferAttention(query_heads)
 
 
-def _triton() -> AttentionBackend:
+def _triton(query_heads: int) -> AttentionBackend:
     from kllm.attention.triton_paged import TritonAttention
 
     return TritonAttention()
 
 
-ATTENTION: Registry[Callable[[], AttentionBackend]] = Registry(
+ATTENTION: Registry[Callable[[int], AttentionBackend]] = Registry(
     "attention backend", {"torch": _torch, "flashinfer": _flashinfer, "triton": _triton}
 )
+
+
+def resolve_attention(name: str, device: torch.device, head_dim: int, kv_dtype: str) -> str:
+    """The backend that "auto" stands for here; any other name is returned as it is.
+
+    FlashInfer where it can be imported and reads such heads, Triton on other GPUs, torch on a
+    CPU.
+    """
+    if name != "auto":
+        return name
+    if device.type != "cuda":
+        return "torch"
+    readable = head_dim in FLASHINFER_DIMS and kv_dtype in ("bfloat16", "float16")
+    return "flashinfer" if readable and find_spec("flashinfer") else "triton"

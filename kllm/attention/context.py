@@ -31,6 +31,7 @@ class ForwardContext:
     context_lens: Tensor  # [B] int32, including this step's tokens
     block_tables: Tensor  # [B, max pages] int32
     rows: Tensor  # [B] int64, state slot of each request
+    static: bool = False  # the tensors are a captured graph's inputs and stay where they are
     shared: dict[str, Any] = field(default_factory=dict)  # values that layers share in a step
 
     @classmethod

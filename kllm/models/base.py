@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from kllm.attention.context import ForwardContext
 from kllm.cache.spec import CacheSpec
+from kllm.errors import ConfigError
 from kllm.parallel.communicator import Communicator
 from kllm.parallel.single import SingleComm
 
@@ -126,12 +127,15 @@ class FamilyConfig(Protocol):
 class CausalLM(nn.Module):
     """A network of one family on one rank.
 
-    Subclasses set `config` and `cache_spec` and implement the three methods. `forward` returns
+    Subclasses set `config` and `cache_spec` and implement `forward` and `logits`. `forward` returns
     the state after the last layer, as `logits` and the MTP head read it: [T, ...].
     """
 
     config: Any
     cache_spec: CacheSpec
+
+    def prepare(self, ctx: ForwardContext) -> None:
+        """Plan the step's kernels on the host, before `forward` and outside captured graphs."""
 
     def forward(self, ctx: ForwardContext) -> Tensor:
         """Run the step's tokens through all layers, reading and writing KV."""
@@ -140,6 +144,20 @@ class CausalLM(nn.Module):
     def logits(self, state: Tensor) -> Tensor:
         """Logits [S, V] float32 of rows [S, ...] taken from what `forward` returned."""
         raise NotImplementedError
+
+    def use_attention(self, name: str, kv_dtype: str) -> None:
+        """Attend through this entry of `kllm.attention.base.ATTENTION`, or the best for "auto".
+
+        Called once, before the first step.
+
+        Raises:
+            ConfigError: for a name other than "auto", by families whose attention is their own.
+        """
+        if name != "auto":
+            raise ConfigError(
+                f"attention backend '{name}' cannot be chosen: this model family has attention "
+                "of its own; leave attention at auto"
+            )
 
 
 class Family(Protocol):

@@ -66,6 +66,7 @@ class Harness:
         )
         ctx = ForwardContext.from_plan(plan, self.pool, self.device)
         with torch.inference_mode():
+            self.model.prepare(ctx)
             logits = self.model.logits(self.model(ctx))
         self.lengths[order] += query_lens
         return dict(zip(order, logits.split(query_lens.tolist()), strict=True))
