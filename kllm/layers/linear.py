@@ -42,6 +42,7 @@ class ColumnLinear(Linear):
         self, in_features: int, out_features: int, comm: Communicator, bias: bool = False
     ) -> None:
         super().__init__(in_features, shard_size("output features", out_features, comm.size), bias)
+        self.comm = comm  # the loader asks it which rows are this rank's
 
 
 class RowLinear(Linear):

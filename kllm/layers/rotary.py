@@ -20,6 +20,27 @@ class Yarn:
 
 
 @dataclass(frozen=True, slots=True)
+class Llama3Scaling:
+    """Frequency scaling of Llama 3.1 (Grattafiori et al. 2024), the `rope_scaling` keys.
+
+    Wavelengths above original / low_freq_factor are stretched by `factor`, those below
+    original / high_freq_factor are kept, and the ones between are blended.
+    """
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_position: int
+
+    def apply(self, freq: Tensor) -> Tensor:
+        """Scaled inverse frequencies, like `freq`."""
+        turns = self.original_max_position * freq / (2 * math.pi)
+        span = self.high_freq_factor - self.low_freq_factor
+        kept = ((turns - self.low_freq_factor) / span).clamp(0, 1)
+        return freq * kept + freq / self.factor * (1 - kept)
+
+
+@dataclass(frozen=True, slots=True)
 class Rotary:
     """One kind of rotary embedding: all layers that share it share its tables.
 
@@ -30,9 +51,10 @@ class Rotary:
     dim: int  # rotated channels
     theta: float
     yarn: Yarn | None = None
+    llama3: Llama3Scaling | None = None
 
     def inv_freq(self) -> Tensor:
-        """[dim / 2] float32, theta^(-2i/dim), with YaRN's ramp where it is set."""
+        """[dim / 2] float32, theta^(-2i/dim), with the scaling that is set."""
         freq = self.theta ** -(torch.arange(0, self.dim, 2, dtype=torch.float64) / self.dim)
         if self.yarn:
             yarn = self.yarn
@@ -46,6 +68,8 @@ class Rotary:
             steps = torch.arange(self.dim // 2, dtype=torch.float64)
             ramp = ((steps - low) / max(high - low, 0.001)).clamp(0, 1)
             freq = freq * (1 - ramp) + freq / yarn.factor * ramp
+        if self.llama3:
+            freq = self.llama3.apply(freq)
         return freq.float()
 
     def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,1 +1,39 @@
 """Model families, their presets, and reading or making their weights."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from kllm.registry import Registry
+
+if TYPE_CHECKING:  # importing a family imports torch, which listing the names must not
+    from kllm.models.base import Family
+
+
+def _llama() -> "Family":
+    from kllm.models import llama
+
+    return llama
+
+
+def _deepseek_v4() -> "Family":
+    from kllm.models import deepseek_v4
+
+    return deepseek_v4
+
+
+def _glm_moe_dsa() -> "Family":
+    from kllm.models import glm_moe_dsa
+
+    return glm_moe_dsa
+
+
+MODELS: "Registry[Callable[[], Family]]" = Registry(
+    "model type",
+    {
+        "llama": _llama,
+        "deepseek_v4": _deepseek_v4,
+        "glm_moe_dsa": _glm_moe_dsa,
+        "deepseek_v3": _glm_moe_dsa,  # the same layers without the indexer
+        "deepseek_v32": _glm_moe_dsa,  # the same layers, an indexer in each
+    },
+)

@@ -1,0 +1,44 @@
+"""What `auto` means for device and dtype."""
+
+import psutil
+import torch
+
+from kllm.errors import CapacityError, ConfigError
+
+
+def choose_device(name: str) -> torch.device:
+    """The device that `EngineConfig.device` asks for.
+
+    Raises:
+        ConfigError: for a name that is no device kLLM runs on.
+        CapacityError: when this machine has no such device.
+    """
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    kind, _, index = name.partition(":")
+    if kind not in ("cpu", "cuda") or (index and not index.isdecimal()):
+        raise ConfigError(f"unknown device '{name}'; known: auto, cpu, cuda, cuda:N")
+    if kind == "cpu":
+        return torch.device("cpu")
+    count = torch.cuda.device_count()
+    number = int(index or 0)
+    if number >= count:
+        raise CapacityError(f"device '{name}' is not there: this machine has {count} CUDA devices")
+    return torch.device("cuda", number)
+
+
+def choose_dtype(name: str, device: torch.device) -> str:
+    """The dtype that `EngineConfig.dtype` asks for: auto is float32 on a CPU, else bfloat16."""
+    if name != "auto":
+        return name
+    return "float32" if device.type == "cpu" else "bfloat16"
+
+
+def free_bytes(device: torch.device) -> int:
+    """Memory that new tensors on `device` can take."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        # What the allocator holds and no tensor uses is free to us as well.
+        held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(free + held)
+    return int(psutil.virtual_memory().available)

@@ -1,0 +1,244 @@
+"""Filling a network from a checkpoint, one tensor at a time, each rank only its part.
+
+A source says which tensors it has and reads rectangles of them; `fill` decides from the
+family's manifest which rectangle of which tensor goes where. `SafetensorsFolder` is the source
+for Hugging Face folders; `kllm.models.gguf` has the one for GGUF files.
+"""
+
+import json
+import logging
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from kllm.errors import DataError
+from kllm.models.base import CausalLM, CheckpointTensor, Groups
+from kllm.parallel.communicator import Communicator
+from kllm.parallel.single import SingleComm
+from kllm.quant import fp4, fp8
+
+log = logging.getLogger(__name__)
+PLAIN = ("F32", "BF16", "F16", "I64", "I32")
+INDEX = "model.safetensors.index.json"
+
+
+class TensorSource(Protocol):
+    """Where named tensors come from."""
+
+    def names(self) -> Collection[str]:
+        """All tensors, in the order in which reading them is cheapest."""
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Stored shape (packed formats: as packed)."""
+
+    def dtype(self, name: str) -> str:
+        """Stored dtype as safetensors spells it."""
+
+    def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        """A rectangle of the tensor, on the CPU, in its stored dtype."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Placement:
+    """A rectangle of a checkpoint tensor and the view of the network it belongs in."""
+
+    into: Tensor
+    rows: slice
+    columns: slice | None  # None: the tensor has one dimension
+
+    @property
+    def part(self) -> tuple[slice, ...]:
+        return (self.rows,) if self.columns is None else (self.rows, self.columns)
+
+
+def fill(
+    model: CausalLM, manifest: Iterable[CheckpointTensor], source: TensorSource, groups: Groups
+) -> None:
+    """Fill the tensors of `model` in place; MTP tensors only where the model has the head.
+
+    Raises:
+        DataError: when tensors are missing, have other shapes than the config asks for, or
+            cannot be read; the message names them.
+    """
+    targets = model.state_dict(keep_vars=True)
+    wanted = {t.name: t for t in manifest if t.target in targets or not t.mtp}
+    stored = source.names()
+    _require(wanted, set(stored))
+    extra = set(stored) - {n for t in wanted.values() for n in (t.name, scale_name(t))}
+    if extra:
+        log.debug("%d tensors of the checkpoint are not used: %s", len(extra), sorted(extra))
+    with torch.no_grad():
+        for name in stored:
+            tensor = wanted.get(name)
+            if tensor is None:
+                continue
+            comm = _owner_comm(model, tensor) if tensor.split else SingleComm()
+            place = _place(tensor, targets[tensor.target].data, comm, groups.ep)
+            if place is not None:
+                _check_shape(tensor, source)
+                place.into.copy_(_read(tensor, source, place))
+
+
+def scale_name(tensor: CheckpointTensor) -> str:
+    """Name of the tensor's block scales; its own name when it has none."""
+    if tensor.scale is None:
+        return tensor.name
+    return tensor.name.removesuffix("weight") + tensor.scale.suffix
+
+
+def _require(wanted: dict[str, CheckpointTensor], stored: set[str]) -> None:
+    missing = [name for name in wanted if name not in stored]
+    if missing:
+        shown = ", ".join(missing[:5]) + (", ..." if len(missing) > 5 else "")
+        raise DataError(
+            f"the checkpoint lacks {len(missing)} of {len(wanted)} tensors: {shown}; "
+            "is it complete, and of the model that its config describes?"
+        )
+
+
+def _owner_comm(model: CausalLM, tensor: CheckpointTensor) -> Communicator:
+    """The communicator of the innermost module around the target that has one."""
+    path = tensor.target
+    while path:
+        path = path.rpartition(".")[0]
+        comm: Communicator | None = getattr(model.get_submodule(path), "comm", None)
+        if comm is not None:
+            return comm
+    raise AssertionError(f"no module around {tensor.target} says over which ranks it is split")
+
+
+def _place(
+    tensor: CheckpointTensor, target: Tensor, comm: Communicator, ep: Communicator
+) -> _Placement | None:
+    """Where this rank's part goes; None when it has none (an expert of another rank)."""
+    if tensor.expert is not None:
+        local = tensor.expert - ep.rank * target.shape[0]
+        if not 0 <= local < target.shape[0]:
+            return None
+        target = target[local]
+    rows, first = tensor.shape[0], tensor.row
+    row0 = 0
+    if tensor.split == "column":
+        rows, first = rows // comm.size, first // comm.size
+        row0 = comm.rank * rows
+    into = target[first : first + rows]
+    if len(tensor.shape) == 1:
+        return _Placement(into, slice(row0, row0 + rows), None)
+    columns, column0 = tensor.shape[1], 0
+    if tensor.split == "row":
+        columns //= comm.size
+        column0 = comm.rank * columns
+    return _Placement(into, slice(row0, row0 + rows), slice(column0, column0 + columns))
+
+
+def _check_shape(tensor: CheckpointTensor, source: TensorSource) -> None:
+    found, want = source.shape(tensor.name), tensor.shape
+    if tensor.dtype == "F4_E2M1" and source.dtype(tensor.name) not in PLAIN:
+        want = (want[0], want[1] // 2)
+    if found != want:
+        raise DataError(
+            f"tensor {tensor.name} has shape {list(found)} and the config asks for {list(want)}"
+        )
+
+
+def _read(tensor: CheckpointTensor, source: TensorSource, place: _Placement) -> Tensor:
+    """The placement's values, dequantised on the target's device."""
+    if source.dtype(tensor.name) in PLAIN:
+        return source.read(tensor.name, place.part)
+    if tensor.scale is None:
+        raise DataError(
+            f"tensor {tensor.name} is stored as {source.dtype(tensor.name)}, "
+            f"and the config asks for {tensor.dtype}"
+        )
+    scales = scale_name(tensor)
+    if scales not in source.names():
+        raise DataError(f"tensor {tensor.name} is quantised and its scales {scales} are missing")
+    block_rows, block_columns = tensor.scale.block
+    assert place.columns is not None
+    rows, columns = place.rows, place.columns
+    scale_part = (_blocks(rows, block_rows), _blocks(columns, block_columns))
+    scale = source.read(scales, scale_part).to(place.into.device)
+    if tensor.dtype == "F4_E2M1":
+        part = (rows, slice(columns.start // 2, columns.stop // 2))
+        packed = source.read(tensor.name, part).to(place.into.device)
+        return fp4.dequantize(packed, scale)
+    offset = (rows.start % block_rows, columns.start % block_columns)
+    values = source.read(tensor.name, place.part).to(place.into.device)
+    return fp8.dequantize(values, scale, tensor.scale.block, offset)
+
+
+def _blocks(span: slice, block: int) -> slice:
+    return slice(span.start // block, -(-span.stop // block))
+
+
+class SafetensorsFolder:
+    """The `*.safetensors` shards of a Hugging Face folder.
+
+    Raises:
+        DataError: when a shard is missing, truncated, or not what the index says.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._open: tuple[str, Any] = ("", None)  # the shard being read
+        self._shards = self._read_index()
+        if not self._shards:
+            raise DataError(f"{folder} holds no tensors: no {INDEX} and no *.safetensors file")
+
+    def _read_index(self) -> dict[str, str]:
+        index = self.folder / INDEX
+        if not index.exists():
+            files = sorted(path.name for path in self.folder.glob("*.safetensors"))
+            return {name: file for file in files for name in self._shard(file).keys()}  # noqa: SIM118
+        try:
+            weight_map = json.loads(index.read_text("utf-8"))["weight_map"]
+            by_file = sorted(weight_map.items(), key=lambda item: item[1])
+        except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+            raise DataError(f"{index} cannot be read as a shard index: {error}") from None
+        absent = sorted({f for _, f in by_file if not (self.folder / f).exists()})
+        if absent:
+            raise DataError(
+                f"{self.folder} lacks {len(absent)} shard files that its index names: "
+                f"{', '.join(absent[:5])}"
+            )
+        return dict(by_file)
+
+    def _shard(self, file: str) -> Any:
+        """The open shard. One is kept open: tensors are read shard by shard."""
+        if self._open[0] != file:
+            try:
+                self._open = (file, safe_open(self.folder / file, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise DataError(
+                    f"{self.folder / file} cannot be read, it may be truncated: {error}"
+                ) from None
+        return self._open[1]
+
+    def _slice(self, name: str) -> Any:
+        file = self._shards[name]
+        try:
+            return self._shard(file).get_slice(name)
+        except SafetensorError:
+            raise DataError(f"{self.folder / file} lacks tensor {name} of the index") from None
+
+    def names(self) -> Collection[str]:
+        """All tensors, shard by shard."""
+        return self._shards.keys()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Stored shape."""
+        return tuple(self._slice(name).get_shape())
+
+    def dtype(self, name: str) -> str:
+        """Stored dtype."""
+        return str(self._slice(name).get_dtype())
+
+    def read(self, name: str, part: tuple[slice, ...]) -> Tensor:
+        """A rectangle of the tensor; only its bytes are read."""
+        tensor: Tensor = self._slice(name)[part]
+        return tensor
