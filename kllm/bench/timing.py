@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 
 from kllm.errors import CapacityError
+from kllm.hardware.links import gpu_event
 
 T = TypeVar("T")
 
@@ -57,8 +58,7 @@ def timed(action: Callable[[], object], device: str = "cpu") -> float:
         start = time.perf_counter()
         action()
         return time.perf_counter() - start
-    begin = torch.cuda.Event(enable_timing=True)
-    end = torch.cuda.Event(enable_timing=True)
+    begin, end = gpu_event(), gpu_event()
     torch.cuda.synchronize(device)
     stream = torch.cuda.current_stream(torch.device(device))
     begin.record(stream)

@@ -1,0 +1,196 @@
+"""The machine's measured ceilings: what no kernel on it can pass.
+
+Floors of step times divide by these figures and not by data sheets, so that "achieved over
+floor" says how much is left to win on this very machine. They are cached in `env.home()`, one
+file for each machine and set of libraries.
+"""
+
+import hashlib
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kllm import env
+from kllm.errors import DataError
+from kllm.hardware.links import LinkCeilings, gpu_event, measure_links
+from kllm.hardware.machine import detect, fingerprint
+
+VERSION = 1  # of the cached file; raise it when a measurement changes its meaning
+# Buffers have to be far larger than the last cache level; a matrix large enough that its edges
+# do not matter, and small enough that two CPU cores finish in a fraction of a second.
+CPU_BUFFER_BYTES, GPU_BUFFER_BYTES = 512 << 20, 4 << 30
+CPU_MATRIX, GPU_MATRIX = 1536, 8192
+PROBE_MATRIX = 256  # tells whether the full matrix would take too long
+BUDGET_S = 0.6  # for the repeats of one measurement
+MIN_REPEATS, MAX_REPEATS = 3, 30
+FP8_CAPABILITY = (8, 9)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ceilings:
+    """Measured ceilings of one device of the machine."""
+
+    device: str  # "cpu" or "cuda"
+    copy_bytes_per_s: float  # bytes read plus bytes written
+    read_bytes_per_s: float
+    matmul_flops_per_s: dict[str, float]  # dtype name (and "fp8") to rate, random data
+    launch_s: float  # shortest time of one operation: a kernel launch, or a call on the CPU
+    links: LinkCeilings | None = None  # where there are two GPUs or more
+
+    def matmul(self, dtype: str) -> float:
+        """FLOP/s of a dtype; one that was not measured runs at the float32 rate."""
+        return self.matmul_flops_per_s.get(dtype, self.matmul_flops_per_s["float32"])
+
+
+def ceilings(device: str = "auto", *, fresh: bool = False) -> Ceilings:
+    """Ceilings of this machine, measured now or read from the cache.
+
+    Args:
+        device: "cpu", "cuda" or "cuda:N"; "auto": the GPU if there is one.
+        fresh: measure again and replace what is cached.
+
+    Raises:
+        DataError: the cache folder cannot be written.
+    """
+    kind = torch.device(device).type if device != "auto" else ""
+    kind = kind or ("cuda" if torch.cuda.is_available() else "cpu")
+    path = env.home() / f"ceilings-{kind}-{_machine_key()}.json"
+    cached = None if fresh else _read(path)
+    if cached is not None:
+        return cached
+    found = measure_ceilings(device if kind == "cuda" and device != "auto" else kind)
+    _write(path, asdict(found))
+    return found
+
+
+def measure_ceilings(device: str) -> Ceilings:
+    """Measure on `device` ("cpu", "cuda", "cuda:N"); some seconds."""
+    target = torch.device(device)
+    gpu = target.type == "cuda"
+    buffer_bytes = GPU_BUFFER_BYTES if gpu else CPU_BUFFER_BYTES
+    if gpu:  # leave room for whoever else holds memory here
+        buffer_bytes = min(buffer_bytes, torch.cuda.mem_get_info(target)[0] // 4)
+    copy, read = _bandwidth(target, buffer_bytes)
+    side = GPU_MATRIX if gpu else CPU_MATRIX
+    rates = {name: _matmul_rate(target, name, side) for name in _dtypes(target)}
+    one = torch.zeros(1, device=target)
+    launch = statistics.median(_times(lambda: one.add_(1), target, inner=200))
+    links = measure_links() if gpu and torch.cuda.device_count() > 1 else None
+    return Ceilings(
+        device=target.type,
+        copy_bytes_per_s=copy,
+        read_bytes_per_s=read,
+        matmul_flops_per_s={name: rate for name, rate in rates.items() if rate},
+        launch_s=launch,
+        links=links,
+    )
+
+
+def _bandwidth(device: torch.device, nbytes: int) -> tuple[float, float]:
+    """(copy, read) in bytes/s."""
+    rows, columns = nbytes // (4 * 16384), 16384
+    source = torch.ones(rows, columns, dtype=torch.float32, device=device)
+    size = source.numel() * 4
+    vector = torch.ones(columns, dtype=torch.float32, device=device)
+    # A sum and a matrix times vector only read; which of them is faster depends on the library.
+    reads = (lambda: source.sum(), lambda: source @ vector)
+    read = max(size / _median_s(action, device) for action in reads)
+    target = torch.empty_like(source)
+    return 2 * size / _median_s(lambda: target.copy_(source), device), read
+
+
+def _dtypes(device: torch.device) -> list[str]:
+    names = ["float32", "bfloat16", "float16"]
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= FP8_CAPABILITY:
+        names.append("fp8")
+    return names
+
+
+def _matmul_rate(device: torch.device, dtype: str, side: int) -> float:
+    """FLOP/s of a square product; random data, because zeros draw less power and run faster."""
+    if device.type == "cpu":
+        # A CPU without instructions for a dtype emulates it at a few GFLOP/s; a small matrix
+        # shows that as well as a large one.
+        probes = _times(_product(device, dtype, PROBE_MATRIX), device)
+        if min(probes) * (side / PROBE_MATRIX) ** 3 > BUDGET_S:
+            return 2 * PROBE_MATRIX**3 / statistics.median(probes)
+    return 2 * side**3 / _median_s(_product(device, dtype, side), device)
+
+
+def _product(device: torch.device, dtype: str, side: int) -> Callable[[], Tensor]:
+    generator = torch.Generator(device).manual_seed(0)
+    a = torch.randn(side, side, generator=generator, device=device)
+    b = torch.randn(side, side, generator=generator, device=device)
+    if dtype != "fp8":
+        left, right = (x.to(getattr(torch, dtype)) for x in (a, b))
+        return lambda: left @ right
+    one = torch.ones((), device=device)
+    a8 = a.to(torch.float8_e4m3fn)
+    b8 = b.to(torch.float8_e4m3fn).t()  # the library wants the second operand column-major
+    return lambda: torch._scaled_mm(a8, b8, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
+
+
+def _median_s(action: Callable[[], object], device: torch.device) -> float:
+    return statistics.median(_times(action, device))
+
+
+def _times(action: Callable[[], object], device: torch.device, inner: int = 1) -> list[float]:
+    """Seconds of one call, repeated until BUDGET_S is used, after one call to warm up."""
+    gpu = device.type == "cuda"
+    action()
+    times: list[float] = []
+    deadline = time.perf_counter() + BUDGET_S
+    while len(times) < MIN_REPEATS or (len(times) < MAX_REPEATS and time.perf_counter() < deadline):
+        if gpu:
+            begin, end = gpu_event(), gpu_event()
+            stream = torch.cuda.current_stream(device)
+            begin.record(stream)
+            for _ in range(inner):
+                action()
+            end.record(stream)
+            end.synchronize()
+            times.append(float(begin.elapsed_time(end)) / 1e3 / inner)
+        else:
+            start = time.perf_counter()
+            for _ in range(inner):
+                action()
+            times.append((time.perf_counter() - start) / inner)
+    return times
+
+
+def _machine_key() -> str:
+    # Threads are part of it: OMP_NUM_THREADS=1 halves what two cores reach.
+    about = {"machine": fingerprint(), "threads": detect().threads, "version": VERSION}
+    return hashlib.sha256(json.dumps(about, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def _read(path: Path) -> Ceilings | None:
+    try:
+        data = json.loads(path.read_text())
+        links = data.pop("links")
+        return Ceilings(**data, links=LinkCeilings(**links) if links else None)
+    except (OSError, ValueError, TypeError, KeyError):
+        return None  # absent, torn or of an older version: measured again
+
+
+def _write(path: Path, data: dict[str, Any]) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        descriptor, name = tempfile.mkstemp(dir=path.parent, prefix=path.name)
+        with os.fdopen(descriptor, "w") as file:
+            json.dump(data, file, indent=1)
+        Path(name).replace(path)
+    except OSError as error:
+        raise DataError(
+            f"measured ceilings cannot be stored in {path.parent}: {error.strerror}; "
+            f"set KLLM_HOME to a folder that can be written"
+        ) from error
