@@ -38,15 +38,29 @@ def add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tupl
 
 
 def rope(
-    x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool = True, inverse: bool = False
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    interleaved: bool = True,
+    inverse: bool = False,
+    out: Tensor | None = None,
 ) -> Tensor:
     """See `kllm.kernels.reference.rope`."""
-    return _best("rope", reference.rope, x)(x, cos, sin, interleaved=interleaved, inverse=inverse)
+    best = _best("rope", reference.rope, x)
+    return best(x, cos, sin, interleaved=interleaved, inverse=inverse, out=out)
 
 
 def swiglu(gate_up: Tensor, limit: float | None = None) -> Tensor:
     """See `kllm.kernels.reference.swiglu`."""
     return _best("swiglu", reference.swiglu, gate_up)(gate_up, limit)
+
+
+def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
+    """See `kllm.kernels.reference.linear_fp32`."""
+    if x.is_cuda and x.dtype == weight.dtype != torch.float32:
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return reference.linear_fp32(x, weight)
 
 
 def moe(

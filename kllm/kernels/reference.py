@@ -23,7 +23,15 @@ def add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tupl
     return rmsnorm(total, weight, eps), total
 
 
-def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, inverse: bool) -> Tensor:
+def rope(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    interleaved: bool,
+    inverse: bool,
+    out: Tensor | None = None,
+) -> Tensor:
     """Rotate channel pairs by the angles of their positions (Su et al. 2021), in float32.
 
     Args:
@@ -31,9 +39,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, inverse: boo
         cos, sin: [T, R / 2] float32.
         interleaved: pairs are (2i, 2i + 1); otherwise (i, i + R / 2).
         inverse: rotate by the negative angles.
-
-    Returns:
-        A new tensor like `x`.
+        out: where the result goes, possibly `x` itself; None: a new tensor like `x`.
     """
     middle = (1,) * (x.dim() - 2)
     cos = cos.view(cos.shape[0], *middle, cos.shape[1])
@@ -46,7 +52,7 @@ def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, inverse: boo
     else:
         low, high = x.float().chunk(2, dim=-1)
         turned = torch.cat((low * cos - high * sin, high * cos + low * sin), -1)
-    return turned.to(x.dtype)
+    return turned.to(x.dtype) if out is None else out.copy_(turned)
 
 
 def swiglu(gate_up: Tensor, limit: float | None) -> Tensor:
@@ -58,6 +64,11 @@ def swiglu(gate_up: Tensor, limit: float | None) -> Tensor:
     if limit is not None:
         gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
     return F.silu(gate) * up
+
+
+def linear_fp32(x: Tensor, weight: Tensor) -> Tensor:
+    """x W^T of [T, in] and [out, in] -> [T, out] float32, not rounded to the dtype of `x`."""
+    return F.linear(x.float(), weight.float())
 
 
 def moe(

@@ -21,16 +21,16 @@ def fill_random(model: CausalLM, family: Any, seed: int) -> None:
     """Fill every parameter of `model` in place.
 
     Each parameter has a random stream of its own, from `seed` and its name: a cut model has the
-    weights of the whole one. A family may offer `init_special(name, tensor, generator)`, which
-    fills tensors that mean something else (tables, sinks, mixing scales) and returns whether
-    it did.
+    weights of the whole one. A family may offer `init_special(config, name, tensor, generator)`,
+    which fills tensors that mean something else (tables, sinks, mixing scales) and returns
+    whether it did.
     """
     special = getattr(family, "init_special", None)
     with torch.no_grad():
         for name, tensor in _tensors(model):
             generator = torch.Generator(tensor.device)
             generator.manual_seed((seed << 32) + zlib.crc32(name.encode()))
-            if special is None or not special(name, tensor, generator):
+            if special is None or not special(model.config, name, tensor, generator):
                 _fill(name, tensor, generator)
 
 
