@@ -17,7 +17,34 @@ import numpy as np
 from kllm.bench.timing import out_of_memory
 from kllm.bench.workloads import WorkItem, Workload
 from kllm.core import FinishReason, Request, SamplingParams
-from kllm.engine.engine import StepOutput
+
+
+class StepCounts(Protocol):
+    """What the loop reads of an engine's step statistics."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that ran."""
+
+    @property
+    def num_decodes(self) -> int:
+        """Requests that ran a single token."""
+
+
+class StepResult(Protocol):
+    """What the loop reads of an engine's step."""
+
+    @property
+    def requests(self) -> Sequence[Request]:
+        """The request of each new token."""
+
+    @property
+    def finished(self) -> Sequence[Request]:
+        """Requests that ended in this step."""
+
+    @property
+    def stats(self) -> StepCounts:
+        """Counts of the step."""
 
 
 class ServingEngine(Protocol):
@@ -44,7 +71,7 @@ class ServingEngine(Protocol):
     ) -> Request:
         """Queue a request."""
 
-    def step(self) -> StepOutput:
+    def step(self) -> StepResult:
         """Run one step."""
 
     def abort(self, request_id: str) -> object:

@@ -1,0 +1,202 @@
+"""What a bench is, the table of all of them, and how one is run.
+
+A bench is a frozen dataclass: its fields are its options, `measure` does the work and records
+values as they come, `conclude` turns what there is, complete or not, into a verdict and the
+boundary where the verdict stops being true.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from kllm.bench.record import Record, Subject
+from kllm.bench.serve_loop import ServingEngine
+from kllm.config import EngineConfig
+from kllm.registry import Registry
+from kllm.results.schema import RunResult
+
+
+class BenchEngine(ServingEngine, Protocol):
+    """An engine that a bench made and closes."""
+
+    def close(self) -> None:
+        """Free what it holds."""
+
+
+ProgressHook = Callable[[str, int, int], None]  # what is measured, points done, points in all
+
+
+def no_progress(what: str, done: int, total: int) -> None:
+    """The hook of a run that nobody watches."""
+
+
+def make_engine(config: EngineConfig) -> BenchEngine:
+    """The real engine."""
+    from kllm.engine.engine import Engine
+
+    return Engine(config)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """What every bench is given."""
+
+    config: EngineConfig
+    repeats: int = 5
+    seed: int = 0
+    progress: ProgressHook = no_progress
+    make_engine: Callable[[EngineConfig], BenchEngine] = make_engine
+
+    @contextmanager
+    def engine(self, *, max_batch: int, max_tokens: int) -> Iterator[BenchEngine]:
+        """An engine for requests of up to `max_tokens` tokens, closed at the end."""
+        config = replace(
+            self.config,
+            max_model_len=max_tokens,
+            scheduler=replace(self.config.scheduler, max_batch=max_batch),
+        )
+        engine = self.make_engine(config)
+        try:
+            yield engine
+        finally:
+            engine.close()
+
+
+class Bench(Protocol):
+    """One bench with its options."""
+
+    @property
+    def name(self) -> str:
+        """As it is called on the command line."""
+
+    def workload(self) -> Mapping[str, Any]:
+        """The options that make two runs comparable, as plain data."""
+
+    def measure(self, ctx: Context, record: Record) -> None:
+        """Measure, and record every value as soon as it is there."""
+
+    def conclude(self, record: Record) -> None:
+        """Set the record's verdict and boundary from what was measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """A line of `kllm bench list`."""
+
+    summary: str
+    sweeps: str  # the variable along which the boundary is looked for
+    load: Callable[[], Callable[..., Bench]]  # imports the module, returns the class
+
+
+def _latency() -> Callable[..., Bench]:
+    from kllm.bench.latency import LatencyBench
+
+    return LatencyBench
+
+
+def _throughput() -> Callable[..., Bench]:
+    from kllm.bench.throughput import ThroughputBench
+
+    return ThroughputBench
+
+
+def _overhead() -> Callable[..., Bench]:
+    from kllm.bench.overhead import OverheadBench
+
+    return OverheadBench
+
+
+def _vs_transformers() -> Callable[..., Bench]:
+    from kllm.bench.vs_transformers import TransformersBench
+
+    return TransformersBench
+
+
+def _compare_power() -> Callable[..., Bench]:
+    from kllm.bench.compare_power import ComparePowerBench
+
+    return ComparePowerBench
+
+
+BENCHES: Registry[Entry] = Registry(
+    "bench",
+    {
+        "latency": Entry("TTFT, TPOT and decode step time against its floor", "batch", _latency),
+        "throughput": Entry(
+            "tokens and requests a second under a load", "concurrency", _throughput
+        ),
+        "overhead": Entry("time of a step that is not the model", "running requests", _overhead),
+        "vs-transformers": Entry(
+            "decode speed against transformers' generate, interleaved", "batch", _vs_transformers
+        ),
+        "compare-power": Entry(
+            "false alarms and detections of `kllm compare` on this machine",
+            "injected slowdown",
+            _compare_power,
+        ),
+    },
+)
+
+
+def run_bench(
+    bench: Bench, ctx: Context, target: Path, command: Sequence[str] = ()
+) -> tuple[RunResult, Path]:
+    """Run a bench and store its result; Ctrl-C stores what was measured so far.
+
+    Returns:
+        The result (`interrupted` among its `extra` values says whether it is complete) and its
+        path.
+
+    Raises:
+        KeyboardInterrupt: interrupted before anything was measured.
+        KllmError: what the engine and the store raise.
+    """
+    with Record(subject_of(bench, ctx.config, command), target) as record:
+        try:
+            bench.measure(ctx, record)
+        except KeyboardInterrupt:
+            record.interrupted = True
+            if not record.values:
+                raise
+        bench.conclude(record)
+        return record.finish()
+
+
+def subject_of(bench: Bench, config: EngineConfig, command: Sequence[str]) -> Subject:
+    """What the result says about the run before it starts.
+
+    Raises:
+        ConfigError: the model cannot be resolved.
+    """
+    from kllm.models.load import resolve
+
+    resolved = resolve(config)
+    settings = asdict(replace(config, scale=resolved.scale, dtype=resolved.dtype))
+    layout = settings.pop("parallel")
+    for known in ("model", "scale", "dtype"):
+        settings.pop(known)
+    return Subject(
+        name=bench.name,
+        model=resolved.name,
+        scale=resolved.scale,
+        dtype=resolved.dtype,
+        command=tuple(command),
+        layout=layout,
+        workload=bench.workload(),
+        settings=settings | {"device": resolved.device, "kv_dtype": resolved.kv_dtype},
+    )
+
+
+def doubling(most: int, least: int = 1) -> tuple[int, ...]:
+    """least, 2 least, 4 least, ... up to and including `most`."""
+    sizes = [least]
+    while sizes[-1] * 2 <= most:
+        sizes.append(sizes[-1] * 2)
+    return tuple(sizes if sizes[-1] == most else [*sizes, most])
+
+
+def is_small(scale: str, device: str) -> bool:
+    """Whether default sizes are cut: tiny models and CPUs."""
+    return scale == "tiny" or not device.startswith("cuda")

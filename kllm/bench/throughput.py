@@ -1,0 +1,149 @@
+"""`kllm bench throughput`: tokens and requests a second under a load, with what users wait.
+
+The sweep raises the concurrency (or takes the loads it is given) until more requests in flight
+no longer bring more tokens: that knee is the boundary.
+"""
+
+import itertools
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kllm.bench.base import BenchEngine, Context
+from kllm.bench.record import Record
+from kllm.bench.serve_loop import WorkloadRun, request_rows, run_workload, warm_up
+from kllm.bench.timing import Failed, attempt
+from kllm.bench.workloads import Workload
+from kllm.errors import CapacityError, ConfigError
+
+KNEE_GAIN = 1.05  # less than this much more throughput from the next load: it is saturated
+OPEN_LOOP_BATCH = 256  # slots for loads whose concurrency nobody states
+PERCENTILES = (50, 90, 99)
+_RATES = {
+    "output_tokens_per_s": "tokens/s",
+    "total_tokens_per_s": "tokens/s",
+    "requests_per_s": "requests/s",
+}
+_TIMES = ("ttft_s", "tpot_s", "e2e_s")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ThroughputBench:
+    """One point for each load."""
+
+    loads: Sequence[Workload]
+
+    def __post_init__(self) -> None:
+        if not self.loads:
+            raise ConfigError("throughput needs at least one load")
+
+    @property
+    def name(self) -> str:
+        """As it is called on the command line."""
+        return "throughput"
+
+    def workload(self) -> Mapping[str, Any]:
+        """Options that two comparable runs share."""
+        return {"loads": [load.to_dict() for load in self.loads]}
+
+    def measure(self, ctx: Context, record: Record) -> None:
+        """Run every load `ctx.repeats` times."""
+        slots = max(load.concurrency or OPEN_LOOP_BATCH for load in self.loads)
+        longest = max(load.max_tokens for load in self.loads)
+        with ctx.engine(max_batch=slots, max_tokens=longest) as engine:
+            for done, load in enumerate(self.loads):
+                ctx.progress(label(load), done, len(self.loads))
+                self._point(ctx, record, engine, load)
+        ctx.progress("done", len(self.loads), len(self.loads))
+
+    def _point(self, ctx: Context, record: Record, engine: BenchEngine, load: Workload) -> None:
+        first = {"concurrency": load.concurrency} if load.closed else {"rate_per_s": load.rate}
+        point = {**first, "load": label(load), "isl": str(load.isl), "osl": str(load.osl)}
+        found = attempt(lambda: self._repeats(ctx, record, engine, load))
+        if isinstance(found, Failed):
+            record.row("sweep", {**point, "state": "failed", "reason": found.reason})
+        else:
+            record.row("sweep", {**point, **_row(found), "state": "ok"}, _units())
+
+    def _repeats(
+        self, ctx: Context, record: Record, engine: BenchEngine, load: Workload
+    ) -> list[WorkloadRun]:
+        warm_up(engine, load)
+        found = []
+        for repeat in range(ctx.repeats):
+            run = run_workload(engine, load)
+            if run.failure:
+                raise CapacityError(run.failure)
+            found.append(run)
+            _add(record, load, run)
+            about = {"load": label(load), "repeat": repeat}
+            record.details("requests", [about | row for row in request_rows(run)])
+        return found
+
+    def conclude(self, record: Record) -> None:
+        """Name the best load, and where more load stops paying."""
+        rows = record.ok_rows("sweep")
+        if not rows:
+            record.verdict = "No load could be measured."
+            return
+        best = max(rows, key=lambda row: row["output_tokens_per_s"])
+        record.verdict = (
+            f"Most output at {best['load']}: {best['output_tokens_per_s']:.4g} tokens/s with "
+            f"TTFT p50 {best['ttft_p50_ms']:.3g} ms and TPOT p50 {best['tpot_p50_ms']:.3g} ms."
+        )
+        pairs = itertools.pairwise(rows)
+        knee = next(
+            (
+                one["load"]
+                for one, two in pairs
+                if two["output_tokens_per_s"] < KNEE_GAIN * one["output_tokens_per_s"]
+            ),
+            None,
+        )
+        swept = f"{rows[0]['load']} to {rows[-1]['load']}"
+        if len(rows) == 1:
+            record.boundary = "One load does not show where throughput stops growing."
+        elif knee:
+            record.boundary = (
+                f"Beyond {knee} the next load brings less than {KNEE_GAIN - 1:.0%} more output."
+            )
+        else:
+            record.boundary = f"In the swept range ({swept}) more load always brought more output."
+
+
+def label(load: Workload) -> str:
+    """ISL:OSL:C or ISL:OSL:R/s, or the name of a preset or trace with its load."""
+    if load.closed:
+        amount = str(load.concurrency)
+    else:
+        amount = f"{load.rate:g}/s" if load.rate else "recorded arrivals"
+    custom = load.name == "custom" or ":" in load.name
+    return f"{load.isl}:{load.osl}:{amount}" if custom else f"{load.name}:{amount}"
+
+
+def _values(run: WorkloadRun) -> dict[str, tuple[float, str]]:
+    """Name to (value, unit) of everything that is reported for a run."""
+    values = {name: (float(getattr(run, name)), unit) for name, unit in _RATES.items()}
+    for name in _TIMES:
+        stem = name.removesuffix("_s")
+        values |= {f"{stem}_p{q}_ms": (run.percentile(name, q) * 1e3, "ms") for q in PERCENTILES}
+        values[f"{stem}_mean_ms"] = (run.mean(name) * 1e3, "ms")
+    return values
+
+
+def _add(record: Record, load: Workload, run: WorkloadRun) -> None:
+    for name, (value, unit) in _values(run).items():
+        direction = "lower" if unit == "ms" else "higher"
+        record.add(f"{name}.{label(load)}", value, unit=unit, direction=direction)
+
+
+def _row(found: Sequence[WorkloadRun]) -> dict[str, float]:
+    values = [_values(run) for run in found]
+    return {name: statistics.median(v[name][0] for v in values) for name in values[0]}
+
+
+def _units() -> dict[str, str]:
+    times = [n.removesuffix("_s") for n in _TIMES]
+    stems = [f"p{q}" for q in PERCENTILES] + ["mean"]
+    return _RATES | {f"{time}_{stem}_ms": "ms" for time in times for stem in stems}
