@@ -50,6 +50,8 @@ class Compressor(nn.Module):
         rows = kernels.linear_fp32(x, self.wkv_gate.weight)  # [T, 2 width]: values, gates
         rows[:, width:] += self.ape[ctx.positions % ratio]
         pooled = pool_step(ctx, layer, self.kind, rows)
+        if not len(pooled):  # no token ends a group
+            return
         entries = rotate_last(self.norm(pooled), self._tables(ctx))
         slots = finished_groups(ctx, ratio).slots
         ctx.pool.write(self.kind.state, layer, slots, entries.unsqueeze(1))
