@@ -18,6 +18,8 @@ def _rope(
     num_heads,
     x_stride_t,
     x_stride_h,
+    out_stride_t,
+    out_stride_h,
     HALF: tl.constexpr,
     BLOCK: tl.constexpr,
     HEADS: tl.constexpr,
@@ -38,28 +40,41 @@ def _rope(
     source = x_ptr + token * x_stride_t + heads * x_stride_h
     a = tl.load(source + first, mask, other=0.0).to(tl.float32)
     b = tl.load(source + second, mask, other=0.0).to(tl.float32)
-    target = out_ptr + (token * num_heads + heads) * (2 * HALF)
+    target = out_ptr + token * out_stride_t + heads * out_stride_h
     tl.store(target + first, (a * cos - b * sin).to(out_ptr.dtype.element_ty), mask)
     tl.store(target + second, (b * cos + a * sin).to(out_ptr.dtype.element_ty), mask)
 
 
-def rope(x: Tensor, cos: Tensor, sin: Tensor, *, interleaved: bool, inverse: bool) -> Tensor:
-    """See `kllm.kernels.reference.rope`. The last dimension of `x` must have stride 1."""
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+def rope(
+    x: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    interleaved: bool,
+    inverse: bool,
+    out: Tensor | None = None,
+) -> Tensor:
+    """See `kllm.kernels.reference.rope`. The last dimension of `x` and `out` has stride 1."""
+    if out is None:
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     if x.numel() == 0:
         return out
-    heads = x.unsqueeze(1) if x.dim() == 2 else x.flatten(1, -2)  # [T, H, R]
+    source, target = (t.unsqueeze(1) if t.dim() == 2 else t.flatten(1, -2) for t in (x, out))
+    assert target.data_ptr() == out.data_ptr(), "the heads of `out` must have one stride"
+    tokens, heads = source.shape[:2]  # [T, H, R]
     half = x.shape[-1] // 2
     block = triton.next_power_of_2(half)
-    per_program = min(triton.next_power_of_2(heads.shape[1]), max(1, TILE // block))
-    _rope[(heads.shape[0], triton.cdiv(heads.shape[1], per_program))](
-        heads,
+    per_program = min(triton.next_power_of_2(heads), max(1, TILE // block))
+    _rope[(tokens, triton.cdiv(heads, per_program))](
+        source,
         cos.contiguous(),
         sin.contiguous(),
-        out,
-        heads.shape[1],
-        heads.stride(0),
-        heads.stride(1),
+        target,
+        heads,
+        source.stride(0),
+        source.stride(1),
+        target.stride(0),
+        target.stride(1),
         HALF=half,
         BLOCK=block,
         HEADS=per_program,

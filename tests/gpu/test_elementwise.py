@@ -79,6 +79,16 @@ def test_rope_reads_the_last_channels_of_wider_heads(
     assert_near(found, reference.rope(x, cos, sin, interleaved=interleaved, inverse=False))
 
 
+def test_rope_in_place_leaves_the_other_channels(device: torch.device) -> None:
+    x = randn(17, 5, 48, dtype=torch.float32, device=device)
+    before, rotated = x.clone(), x[..., 24:]
+    cos, sin = angles(17, 12, device)
+    kernel("rope").rope(rotated, cos, sin, interleaved=True, inverse=True, out=rotated)
+    want = reference.rope(before[..., 24:], cos, sin, interleaved=True, inverse=True)
+    assert_near(x[..., 24:], want)
+    assert torch.equal(x[..., :24], before[..., :24])
+
+
 def test_rope_takes_one_vector_a_token(device: torch.device) -> None:
     x = randn(17, 64, dtype=torch.float32, device=device)
     cos, sin = angles(17, 32, device)
