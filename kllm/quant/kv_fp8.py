@@ -24,7 +24,8 @@ def pack(values: Tensor, entry: EntryFormat) -> Tensor:
         scale = torch.exp2(exponent)
         scale_bytes = (exponent.squeeze(-1) + 127).to(torch.uint8)
     else:
-        scale_bytes = scale.squeeze(-1).contiguous().view(torch.uint8)
+        scale = scale.clone(memory_format=torch.contiguous_format)  # empty ones have odd strides
+        scale_bytes = scale.squeeze(-1).view(torch.uint8)
     quantised = (groups / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
     parts = [quantised.flatten(-2).view(torch.uint8), scale_bytes]
     if entry.width > n:
@@ -40,11 +41,12 @@ def unpack(stored: Tensor, entry: EntryFormat, dtype: torch.dtype) -> Tensor:
     num_groups = -(-n // group)
     scale_end = n + num_groups * (1 if entry.scale == "ue8m0" else 4)
     quantised = stored[..., :n].contiguous().view(torch.float8_e4m3fn).float()
-    raw = stored[..., n:scale_end].contiguous()
+    # Copies: a slice of a single row counts as contiguous, at an offset that no view can have.
+    raw = stored[..., n:scale_end].clone(memory_format=torch.contiguous_format)
     scale = torch.exp2(raw.float() - 127) if entry.scale == "ue8m0" else raw.view(torch.float32)
     values = (quantised.unflatten(-1, (-1, group)) * scale.unsqueeze(-1)).flatten(-2).to(dtype)
     if entry.width == n:
         return values
     rope_end = scale_end + (entry.width - n) * 2
-    rope = stored[..., scale_end:rope_end].contiguous().view(torch.bfloat16)
-    return torch.cat((values, rope.to(dtype)), dim=-1)
+    rope = stored[..., scale_end:rope_end].clone(memory_format=torch.contiguous_format)
+    return torch.cat((values, rope.view(torch.bfloat16).to(dtype)), dim=-1)
