@@ -58,6 +58,8 @@ class TorchAttention:
     def attend(self, ctx: ForwardContext, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `kllm.attention.base.AttentionBackend.attend`."""
         kv = torch.cat((k, v), dim=1)  # [T, 2 K, D]
+        # What later steps will read, rounded alike: results do not depend on the chunk size.
+        kv = ctx.pool.unpack(STATE, ctx.pool.pack(STATE, kv))
         ctx.pool.write(STATE, layer, ctx.entry_slots(), kv)
         pages = ctx.pool.pages(STATE, layer)
         flat = pages.view(-1, *pages.shape[2:])  # [P * page, 2 K, D]
