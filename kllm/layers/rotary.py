@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -74,7 +75,7 @@ class Rotary:
 
     def cos_sin(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines, each [*positions.shape, dim / 2] float32."""
-        angles = positions.float().unsqueeze(-1) * self.inv_freq().to(positions.device)
+        angles = positions.float().unsqueeze(-1) * _inv_freq_on(self, positions.device)
         return angles.cos(), angles.sin()
 
     def tables(self, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
@@ -83,3 +84,9 @@ class Rotary:
         if found is None:
             found = ctx.shared[f"rope {self}"] = self.cos_sin(ctx.positions)
         return found  # type: ignore[return-value]
+
+
+@cache
+def _inv_freq_on(rotary: Rotary, device: torch.device) -> Tensor:
+    # Copied once: a copy from the host cannot be part of a captured CUDA graph.
+    return rotary.inv_freq().to(device)

@@ -133,6 +133,7 @@ class CausalLM(nn.Module):
 
     config: Any
     cache_spec: CacheSpec
+    capturable: bool = True  # whether a CUDA graph can hold a step of single tokens
 
     def prepare(self, ctx: ForwardContext) -> None:
         """Plan the step's kernels on the host, before `forward` and outside captured graphs."""

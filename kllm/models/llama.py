@@ -295,6 +295,7 @@ class LlamaForCausalLM(CausalLM):
         device = self.embed.weight.device
         name = resolve_attention(name, device, self.config.head_dim, kv_dtype)
         self.attention = ATTENTION[name](self.query_heads)
+        self.capturable = name != "torch"  # which reads lengths and block tables on the host
 
     def logits(self, state: Tensor) -> Tensor:
         """[S, hidden] -> [S, V] float32."""

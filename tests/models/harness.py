@@ -31,7 +31,9 @@ class Harness:
         rng = np.random.default_rng(seed)
         order = rng.permutation(num_requests * pages_each + 3)
         self.tables = order[: num_requests * pages_each].reshape(num_requests, pages_each)
-        self.rows = rng.permutation(num_requests + 2)[:num_requests].astype(np.int32)
+        rows = rng.permutation(num_requests + 2).astype(np.int32)
+        self.rows = rows[:num_requests]
+        self.spare_page, self.spare_row = int(order[-1]), int(rows[-1])  # no request's
         self.pool = KVPool(
             model.cache_spec,
             num_pages=num_requests * pages_each + 3,
@@ -43,12 +45,12 @@ class Harness:
         )
         self.lengths = np.zeros(num_requests, np.int32)
 
-    def step(self, tokens: dict[int, Sequence[int]]) -> dict[int, Tensor]:
-        """Run the given tokens of each request; logits [n, V] of every one of them."""
+    def plan(self, tokens: dict[int, Sequence[int]]) -> tuple[list[int], Plan]:
+        """The requests in their order in the step, and the step."""
         order = sorted(tokens, key=lambda r: len(tokens[r]))
         query_lens = np.array([len(tokens[r]) for r in order], np.int32)
         starts = self.lengths[order]
-        plan = Plan(
+        return order, Plan(
             step=0,
             num_decodes=int((query_lens == 1).sum()),
             rows=self.rows[order],
@@ -64,12 +66,16 @@ class Harness:
             block_tables=self.tables[order].astype(np.int32),
             samples=np.ones(len(order), bool),
         )
+
+    def step(self, tokens: dict[int, Sequence[int]]) -> dict[int, Tensor]:
+        """Run the given tokens of each request; logits [n, V] of every one of them."""
+        order, plan = self.plan(tokens)
         ctx = ForwardContext.from_plan(plan, self.pool, self.device)
         with torch.inference_mode():
             self.model.prepare(ctx)
             logits = self.model.logits(self.model(ctx))
-        self.lengths[order] += query_lens
-        return dict(zip(order, logits.split(query_lens.tolist()), strict=True))
+        self.lengths[order] += plan.query_lens
+        return dict(zip(order, logits.split(plan.query_lens.tolist()), strict=True))
 
     def run(self, token_ids: Sequence[int], chunks: Sequence[int], request: int = 0) -> Tensor:
         """Feed one request in chunks of the given sizes; logits [sum(chunks), V]."""
