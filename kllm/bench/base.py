@@ -1,28 +1,21 @@
-"""What a bench is, the table of all of them, and how one is run.
+"""What a bench is, what it is given, and the table of all of them.
 
 A bench is a frozen dataclass: its fields are its options, `measure` does the work and records
 values as they come, `conclude` turns what there is, complete or not, into a verdict and the
 boundary where the verdict stops being true.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any, Protocol
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Protocol
 
-from kllm.bench.record import Record, Subject
-from kllm.bench.serve_loop import ServingEngine
 from kllm.config import EngineConfig
 from kllm.registry import Registry
-from kllm.results.schema import RunResult
 
-
-class BenchEngine(ServingEngine, Protocol):
-    """An engine that a bench made and closes."""
-
-    def close(self) -> None:
-        """Free what it holds."""
+if TYPE_CHECKING:  # `kllm bench list` answers without torch and pandas
+    from kllm.bench.record import Record
+    from kllm.bench.serve_loop import ServingEngine
 
 
 ProgressHook = Callable[[str, int, int], None]  # what is measured, points done, points in all
@@ -32,7 +25,7 @@ def no_progress(what: str, done: int, total: int) -> None:
     """The hook of a run that nobody watches."""
 
 
-def make_engine(config: EngineConfig) -> BenchEngine:
+def make_engine(config: EngineConfig) -> "ServingEngine":
     """The real engine."""
     from kllm.engine.engine import Engine
 
@@ -47,10 +40,10 @@ class Context:
     repeats: int = 5
     seed: int = 0
     progress: ProgressHook = no_progress
-    make_engine: Callable[[EngineConfig], BenchEngine] = make_engine
+    make_engine: "Callable[[EngineConfig], ServingEngine]" = make_engine
 
     @contextmanager
-    def engine(self, *, max_batch: int, max_tokens: int) -> Iterator[BenchEngine]:
+    def engine(self, *, max_batch: int, max_tokens: int) -> "Iterator[ServingEngine]":
         """An engine for requests of up to `max_tokens` tokens, closed at the end."""
         config = replace(
             self.config,
@@ -74,10 +67,10 @@ class Bench(Protocol):
     def workload(self) -> Mapping[str, Any]:
         """The options that make two runs comparable, as plain data."""
 
-    def measure(self, ctx: Context, record: Record) -> None:
+    def measure(self, ctx: Context, record: "Record") -> None:
         """Measure, and record every value as soon as it is there."""
 
-    def conclude(self, record: Record) -> None:
+    def conclude(self, record: "Record") -> None:
         """Set the record's verdict and boundary from what was measured."""
 
 
@@ -138,55 +131,6 @@ BENCHES: Registry[Entry] = Registry(
         ),
     },
 )
-
-
-def run_bench(
-    bench: Bench, ctx: Context, target: Path, command: Sequence[str] = ()
-) -> tuple[RunResult, Path]:
-    """Run a bench and store its result; Ctrl-C stores what was measured so far.
-
-    Returns:
-        The result (`interrupted` among its `extra` values says whether it is complete) and its
-        path.
-
-    Raises:
-        KeyboardInterrupt: interrupted before anything was measured.
-        KllmError: what the engine and the store raise.
-    """
-    with Record(subject_of(bench, ctx.config, command), target) as record:
-        try:
-            bench.measure(ctx, record)
-        except KeyboardInterrupt:
-            record.interrupted = True
-            if not record.values:
-                raise
-        bench.conclude(record)
-        return record.finish()
-
-
-def subject_of(bench: Bench, config: EngineConfig, command: Sequence[str]) -> Subject:
-    """What the result says about the run before it starts.
-
-    Raises:
-        ConfigError: the model cannot be resolved.
-    """
-    from kllm.models.load import resolve
-
-    resolved = resolve(config)
-    settings = asdict(replace(config, scale=resolved.scale, dtype=resolved.dtype))
-    layout = settings.pop("parallel")
-    for known in ("model", "scale", "dtype"):
-        settings.pop(known)
-    return Subject(
-        name=bench.name,
-        model=resolved.name,
-        scale=resolved.scale,
-        dtype=resolved.dtype,
-        command=tuple(command),
-        layout=layout,
-        workload=bench.workload(),
-        settings=settings | {"device": resolved.device, "kv_dtype": resolved.kv_dtype},
-    )
 
 
 def doubling(most: int, least: int = 1) -> tuple[int, ...]:

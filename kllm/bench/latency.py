@@ -9,10 +9,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kllm.bench.base import BenchEngine, Context, doubling
+from kllm.bench.base import Context, doubling
 from kllm.bench.costmodel import CostModel
 from kllm.bench.record import Record
-from kllm.bench.serve_loop import WorkloadRun, run_workload, warm_up
+from kllm.bench.serve_loop import ServingEngine, WorkloadRun, run_workload, warm_up
 from kllm.bench.timing import Failed, attempt
 from kllm.bench.workloads import Lengths, Workload
 from kllm.errors import CapacityError, ConfigError
@@ -80,7 +80,7 @@ class LatencyBench:
         ctx.progress("done", len(batches), len(batches))
 
     def _point(
-        self, ctx: Context, record: Record, engine: BenchEngine, batch: int, floor_s: float
+        self, ctx: Context, record: Record, engine: ServingEngine, batch: int, floor_s: float
     ) -> None:
         found = attempt(lambda: self._repeats(ctx, record, engine, batch))
         if isinstance(found, Failed):
@@ -90,7 +90,7 @@ class LatencyBench:
             record.row("sweep", _row(batch, found, floor_s), UNITS)
 
     def _repeats(
-        self, ctx: Context, record: Record, engine: BenchEngine, batch: int
+        self, ctx: Context, record: Record, engine: ServingEngine, batch: int
     ) -> list[_Repeat]:
         warm_up(engine, self._load(batch, ctx.seed))
         found = []

@@ -48,7 +48,7 @@ class StepResult(Protocol):
 
 
 class ServingEngine(Protocol):
-    """The part of `kllm.engine.engine.Engine` that the loop needs."""
+    """The part of `kllm.engine.engine.Engine` that benches need."""
 
     @property
     def vocab_size(self) -> int:
@@ -76,6 +76,9 @@ class ServingEngine(Protocol):
 
     def abort(self, request_id: str) -> object:
         """End a request now."""
+
+    def close(self) -> None:
+        """Free what it holds."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

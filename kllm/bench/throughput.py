@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kllm.bench.base import BenchEngine, Context
+from kllm.bench.base import Context
 from kllm.bench.record import Record
-from kllm.bench.serve_loop import WorkloadRun, request_rows, run_workload, warm_up
+from kllm.bench.serve_loop import ServingEngine, WorkloadRun, request_rows, run_workload, warm_up
 from kllm.bench.timing import Failed, attempt
 from kllm.bench.workloads import Workload
 from kllm.errors import CapacityError, ConfigError
@@ -57,7 +57,7 @@ class ThroughputBench:
                 self._point(ctx, record, engine, load)
         ctx.progress("done", len(self.loads), len(self.loads))
 
-    def _point(self, ctx: Context, record: Record, engine: BenchEngine, load: Workload) -> None:
+    def _point(self, ctx: Context, record: Record, engine: ServingEngine, load: Workload) -> None:
         first = {"concurrency": load.concurrency} if load.closed else {"rate_per_s": load.rate}
         point = {**first, "load": label(load), "isl": str(load.isl), "osl": str(load.osl)}
         found = attempt(lambda: self._repeats(ctx, record, engine, load))
@@ -67,7 +67,7 @@ class ThroughputBench:
             record.row("sweep", {**point, **_row(found), "state": "ok"}, _units())
 
     def _repeats(
-        self, ctx: Context, record: Record, engine: BenchEngine, load: Workload
+        self, ctx: Context, record: Record, engine: ServingEngine, load: Workload
     ) -> list[WorkloadRun]:
         warm_up(engine, load)
         found = []

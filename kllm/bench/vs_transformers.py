@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from kllm.bench.base import BenchEngine, Context
+from kllm.bench.base import Context
 from kllm.bench.record import Record
+from kllm.bench.serve_loop import ServingEngine
 from kllm.bench.timing import interleave, timed
 from kllm.config import EngineConfig
 from kllm.core import SamplingParams
@@ -86,7 +87,7 @@ class TransformersBench:
         ctx: Context,
         record: Record,
         case: Case,
-        engine: BenchEngine,
+        engine: ServingEngine,
         generate: Callable[[Prompts, int], Prompts],
     ) -> None:
         rng = np.random.default_rng(ctx.seed)
@@ -143,7 +144,7 @@ def max_batch(cases: Sequence[Case]) -> int:
     return max(len(case.isl) for case in cases)
 
 
-def run_engine(engine: BenchEngine, prompts: Prompts, osl: int) -> Prompts:
+def run_engine(engine: ServingEngine, prompts: Prompts, osl: int) -> Prompts:
     """Greedy tokens of each prompt."""
     params = SamplingParams(max_tokens=osl, temperature=0.0, ignore_eos=True)
     requests = [engine.add(prompt, params) for prompt in prompts]
@@ -171,8 +172,9 @@ def _their_generate(config: EngineConfig) -> Callable[[Prompts, int], Prompts]:
         raise DependencyError(
             "transformers is not installed; pip install 'transformers>=5.24,<6'"
         ) from None
-    transformers.utils.logging.disable_progress_bar()
-    transformers.utils.logging.set_verbosity_error()
+    log: Any = transformers.utils.logging
+    log.disable_progress_bar()
+    log.set_verbosity_error()
     resolved = resolve(config)
     if resolved.weights is None:
         raise ConfigError(
@@ -182,8 +184,9 @@ def _their_generate(config: EngineConfig) -> Callable[[Prompts, int], Prompts]:
     path, dtype = Path(resolved.weights), getattr(torch, resolved.dtype)
     options: dict[str, Any] = {"gguf_file": path.name} if path.is_file() else {}
     folder = path.parent if path.is_file() else path
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **options)
-    model = model.to(resolved.device).eval()
+    loader: Any = transformers.AutoModelForCausalLM
+    model = loader.from_pretrained(folder, dtype=dtype, **options).to(resolved.device)
+    model.eval()
 
     def generate(prompts: Prompts, osl: int) -> Prompts:
         width = max(map(len, prompts))

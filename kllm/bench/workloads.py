@@ -262,6 +262,35 @@ def parse(text: str, *, num_requests: int | None = None, seed: int = 0) -> Workl
     )
 
 
+def choose(
+    text: str,
+    *,
+    max_model_len: int,
+    small: bool,
+    num_requests: int | None = None,
+    seed: int = 0,
+) -> Workload:
+    """What a user means by a workload: a preset, a trace file, or "ISL:OSL:C".
+
+    Raises:
+        ConfigError: none of them, or too long for the model.
+        DataError: a trace that cannot be read.
+    """
+    if text in _PRESETS:
+        workload = preset(text, max_model_len=max_model_len, small=small, seed=seed)
+        return replace(workload, num_requests=num_requests or workload.num_requests)
+    if text.removesuffix(".gz").endswith((".csv", ".jsonl")):
+        workload = from_trace(Path(text), num_requests=num_requests, seed=seed)
+    else:
+        workload = parse(text, num_requests=num_requests, seed=seed)
+    if workload.max_tokens > max_model_len:
+        raise ConfigError(
+            f"the longest request of workload '{text}' has {workload.max_tokens} tokens and the "
+            f"model holds {max_model_len}; choose shorter lengths"
+        )
+    return workload
+
+
 def from_trace(
     path: Path,
     *,

@@ -1,0 +1,329 @@
+"""`kllm bench`: one command a bench; results on stdout, progress on stderr."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kllm.cli.console import err, out
+
+if TYPE_CHECKING:
+    from kllm.bench.base import Bench, ProgressHook
+    from kllm.config import EngineConfig
+    from kllm.results.schema import RunResult, Series
+
+INTERRUPTED = 130
+DEFAULT_OUTPUT = Path("kllm-results")
+
+bench_app = typer.Typer(no_args_is_help=True, help="Measure the engine on this machine.")
+
+Model = Annotated[str, typer.Option(help="Preset name, model folder or GGUF file.")]
+Scale = Annotated[str, typer.Option(help="Model scale: auto, full, layers:N or tiny.")]
+Device = Annotated[str, typer.Option(help="Device: auto, cpu, cuda or cuda:N.")]
+Dtype = Annotated[str, typer.Option(help="Dtype of weights: auto, float32, bfloat16, float16.")]
+KvDtype = Annotated[str, typer.Option(help="Dtype of the KV cache: auto, a dtype, or fp8.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Measurements of each point.")]
+Seed = Annotated[int, typer.Option(help="Seed of weights, lengths and prompts.")]
+Output = Annotated[Path, typer.Option(help="Result file (.json), or the folder for it.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Options:
+    """The options that all benches share."""
+
+    model: str
+    scale: str
+    device: str
+    dtype: str
+    kv_dtype: str
+    repeats: int
+    seed: int
+    output: Path
+    as_json: bool
+    token_budget: int = 2048
+
+    def config(self) -> "EngineConfig":
+        from kllm.config import CacheConfig, EngineConfig, SchedulerConfig
+
+        return EngineConfig(
+            model=self.model,
+            scale=self.scale,
+            device=self.device,
+            dtype=self.dtype,
+            seed=self.seed,
+            cache=CacheConfig(dtype=self.kv_dtype),
+            scheduler=SchedulerConfig(token_budget=self.token_budget),
+        )
+
+
+@bench_app.command("list")
+def list_benches(as_json: AsJson = False) -> None:
+    """List the benches and what each sweeps."""
+    import json
+
+    from rich.table import Table
+
+    from kllm.bench.base import BENCHES
+
+    if as_json:
+        rows = {n: {"summary": e.summary, "sweeps": e.sweeps} for n, e in BENCHES.items()}
+        typer.echo(json.dumps(rows, indent=1))
+        return
+    table = Table("bench", "measures", "boundary along")
+    for name, entry in BENCHES.items():
+        table.add_row(name, entry.summary, entry.sweeps)
+    out.print(table)
+
+
+@bench_app.command("latency")
+def latency(
+    model: Model = "smollm2-135m",
+    batch: Annotated[
+        str, typer.Option(help="Batch sizes, as in 1,4,16; default: doubling by machine.")
+    ] = "",
+    isl: Annotated[int, typer.Option(help="Prompt tokens; 0: by machine.")] = 0,
+    osl: Annotated[int, typer.Option(help="Output tokens; 0: by machine.")] = 0,
+    token_budget: Annotated[int, typer.Option(min=1, help="Tokens a step may hold.")] = 2048,
+    scale: Scale = "auto",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    kv_dtype: KvDtype = "auto",
+    repeats: Repeats = 5,
+    seed: Seed = 0,
+    output: Output = DEFAULT_OUTPUT,
+    as_json: AsJson = False,
+) -> None:
+    """Sweep the batch size: TTFT, TPOT and step time against its floor."""
+    from kllm.bench.base import BENCHES, doubling
+
+    shared = _options(locals())
+    small = _small(shared.config())
+    bench = BENCHES["latency"].load()(
+        batches=_integers("--batch", batch) if batch else doubling(16 if small else 256),
+        isl=isl or (64 if small else 512),
+        osl=osl or (16 if small else 128),
+    )
+    _run(bench, shared)
+
+
+@bench_app.command("throughput")
+def throughput(
+    model: Model = "smollm2-135m",
+    concurrency: Annotated[
+        str, typer.Option(help="Requests in flight, as in 1,8,64; default: by machine.")
+    ] = "",
+    isl: Annotated[str, typer.Option(help="Prompt tokens, 512 or 256-768; by machine.")] = "",
+    osl: Annotated[str, typer.Option(help="Output tokens, 128 or 64-192; by machine.")] = "",
+    workload: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="Instead of the three above: chat, long-context, agent, batch, ISL:OSL:C, "
+            "ISL:OSL:R/s or a trace file; repeatable."
+        ),
+    ] = None,
+    requests: Annotated[
+        int, typer.Option(min=0, help="Requests of each load; 0: four for each in flight.")
+    ] = 0,
+    token_budget: Annotated[int, typer.Option(min=1, help="Tokens a step may hold.")] = 2048,
+    scale: Scale = "auto",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    kv_dtype: KvDtype = "auto",
+    repeats: Repeats = 3,
+    seed: Seed = 0,
+    output: Output = DEFAULT_OUTPUT,
+    as_json: AsJson = False,
+) -> None:
+    """Sweep the load: tokens and requests a second, and what users wait."""
+    from kllm.bench import workloads
+    from kllm.bench.base import BENCHES, doubling
+    from kllm.errors import ConfigError
+
+    shared = _options(locals())
+    config = shared.config()
+    small = _small(config)
+    count = requests or None
+    if workload and (concurrency or isl or osl):
+        raise ConfigError("--workload replaces --concurrency, --isl and --osl; give one or other")
+    if workload:
+        most = _max_model_len(config)
+        loads = [
+            workloads.choose(text, max_model_len=most, small=small, num_requests=count, seed=seed)
+            for text in workload
+        ]
+    else:
+        lengths = f"{isl or (64 if small else 1024)}:{osl or (16 if small else 128)}"
+        sizes = _integers("--concurrency", concurrency) if concurrency else None
+        loads = [
+            workloads.parse(f"{lengths}:{size}", num_requests=count, seed=seed)
+            for size in sizes or doubling(16 if small else 256)
+        ]
+    _run(BENCHES["throughput"].load()(loads=loads), shared)
+
+
+@bench_app.command("overhead")
+def overhead(
+    model: Model = "deepseek-v4",
+    scale: Scale = "tiny",
+    running: Annotated[int, typer.Option(min=1, help="Running requests, no model.")] = 256,
+    batch: Annotated[int, typer.Option(min=1, help="Running requests, with the model.")] = 64,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    kv_dtype: KvDtype = "auto",
+    repeats: Repeats = 5,
+    seed: Seed = 0,
+    output: Output = DEFAULT_OUTPUT,
+    as_json: AsJson = False,
+) -> None:
+    """Measure the part of a step that is not the model."""
+    from kllm.bench.base import BENCHES
+
+    shared = _options(locals())
+    _run(BENCHES["overhead"].load()(running=running, batch=batch), shared)
+
+
+@bench_app.command("vs-transformers")
+def vs_transformers(
+    model: Model = "smollm2-135m",
+    osl: Annotated[int, typer.Option(min=2, help="Output tokens of each request.")] = 64,
+    device: Device = "auto",
+    dtype: Dtype = "float32",
+    kv_dtype: KvDtype = "auto",
+    repeats: Repeats = 7,
+    seed: Seed = 0,
+    output: Output = DEFAULT_OUTPUT,
+    as_json: AsJson = False,
+) -> None:
+    """Compare decode speed with transformers' generate, taking turns in one process."""
+    from kllm.bench.base import BENCHES
+
+    shared = _options({**locals(), "scale": "full"})
+    _run(BENCHES["vs-transformers"].load()(osl=osl), shared)
+
+
+@bench_app.command("compare-power")
+def compare_power(
+    model: Model = "deepseek-v4",
+    scale: Scale = "tiny",
+    pairs: Annotated[int, typer.Option(min=1, help="Pairs of equal sides.")] = 50,
+    tries: Annotated[int, typer.Option(min=1, help="Pairs with a slowed second side.")] = 20,
+    slowdown: Annotated[float, typer.Option(help="Share of a step's time added to it.")] = 0.1,
+    interleaved: Annotated[bool, typer.Option(help="Let the sides of a pair take turns.")] = True,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    kv_dtype: KvDtype = "auto",
+    repeats: Repeats = 10,
+    seed: Seed = 0,
+    output: Output = DEFAULT_OUTPUT,
+    as_json: AsJson = False,
+) -> None:
+    """Count false alarms and detections of `kllm compare` on this machine."""
+    from kllm.bench.base import BENCHES
+
+    shared = _options(locals())
+    bench = BENCHES["compare-power"].load()(
+        pairs=pairs, tries=tries, slowdown=slowdown, interleaved=interleaved
+    )
+    _run(bench, shared)
+
+
+def _options(given: dict[str, Any]) -> _Options:
+    return _Options(**{name: given[name] for name in _Options.__slots__ if name in given})
+
+
+def _small(config: "EngineConfig") -> bool:
+    from kllm.bench.base import is_small
+    from kllm.models.load import resolve
+
+    resolved = resolve(config)
+    return is_small(resolved.scale, resolved.device)
+
+
+def _max_model_len(config: "EngineConfig") -> int:
+    from kllm.models.load import resolve
+
+    return int(resolve(config).config.max_position_embeddings)
+
+
+def _integers(option: str, text: str) -> tuple[int, ...]:
+    from kllm.errors import ConfigError
+
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"{option} takes whole numbers as in 1,4,16, got '{text}'") from None
+
+
+def _run(bench: "Bench", shared: _Options) -> None:
+    import sys
+
+    from kllm.bench.base import Context
+    from kllm.bench.run import run_bench
+    from kllm.results.schema import encode
+
+    with _progress(bench.name) as hook:
+        context = Context(
+            config=shared.config(), repeats=shared.repeats, seed=shared.seed, progress=hook
+        )
+        command = ("kllm", *sys.argv[1:])
+        result, path = run_bench(bench, context, shared.output, command)
+    if shared.as_json:
+        typer.echo(encode(result).decode(), nl=False)
+    else:
+        _print(result)
+    err.print(f"result: {path}", markup=False, highlight=False, soft_wrap=True)
+    if result.extra.get("interrupted"):
+        raise typer.Exit(INTERRUPTED)
+
+
+@contextmanager
+def _progress(title: str) -> Iterator["ProgressHook"]:
+    """A bar on a terminal, silent in a pipe."""
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+        task = bar.add_task(title, total=None)
+
+        def hook(what: str, done: int, total: int) -> None:
+            bar.update(task, description=f"{title}: {what}", completed=done, total=total)
+
+        yield hook
+
+
+def _print(result: "RunResult") -> None:
+    from rich.markup import escape
+
+    about = f"{result.model} ({result.scale}, {result.dtype}), fidelity: {result.fidelity}"
+    out.print(escape(f"{result.name}: {about}"), highlight=False)
+    for series in result.series:
+        if series.name != "requests":
+            out.print(_table(series))
+    for sentence in (result.verdict, result.boundary, *result.notes):
+        if sentence:
+            out.print(escape(sentence), highlight=False)
+
+
+def _table(series: "Series") -> Any:
+    from rich.markup import escape
+    from rich.table import Table
+
+    columns = [c for c in series.columns if not c.name.endswith(("_lo", "_hi"))]
+    kept = [series.columns.index(column) for column in columns]
+    table = Table()
+    for column in columns:
+        numeric = column.name not in ("state", "reason", "load")
+        table.add_column(column.name, justify="right" if numeric else "left")
+    for row in series.rows or ():
+        table.add_row(*(escape(_cell(row[index])) for index in kept))
+    return table
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
