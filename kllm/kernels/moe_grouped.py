@@ -31,7 +31,7 @@ def moe(
     hidden = kernels.swiglu(hidden, limit)
     rows = torch._grouped_mm(hidden, w2.transpose(1, 2), offs=ends).float()
     # Rows behind the last expert are uninitialised memory: replaced, as 0 * NaN is NaN.
-    rows = rows.masked_fill((experts == num_experts).unsqueeze(1), 0)
+    rows.masked_fill_((experts == num_experts).unsqueeze(1), 0)
     unsorted = torch.empty_like(rows).index_copy_(0, order, rows)  # [T k, d]
     weighted = unsorted.view(-1, k, x.shape[1]) * topk_weights.unsqueeze(2)
     return weighted.sum(dim=1).to(x.dtype)

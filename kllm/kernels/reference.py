@@ -246,8 +246,10 @@ def hc_post(out: Tensor, streams: Tensor, expand: Tensor, mix: Tensor) -> Tensor
     Returns:
         [T, N, d] in the dtype of `streams`.
     """
-    added = expand.unsqueeze(2) * out.float().unsqueeze(1)
-    return torch.baddbmm(added, mix.transpose(1, 2), streams.float()).to(streams.dtype)
+    result = expand.unsqueeze(2) * out.float().unsqueeze(1)
+    for j, stream in enumerate(streams.float().unbind(1)):
+        result.addcmul_(mix[:, j].unsqueeze(2), stream.unsqueeze(1))
+    return result.to(streams.dtype)
 
 
 def hc_head(
@@ -270,5 +272,4 @@ def _hc_projection(streams: Tensor, fn: Tensor, norm_eps: float) -> Tensor:
 
 def _collapse(streams: Tensor, weights: Tensor) -> Tensor:
     """sum_j weights[j, t] streams[t, j]: [T, d] in the dtype of `streams`."""
-    summed = weights.t().unsqueeze(1) @ streams.float()  # [T, 1, d]
-    return summed.squeeze(1).to(streams.dtype)
+    return (weights.t().unsqueeze(2) * streams).sum(dim=1).to(streams.dtype)
