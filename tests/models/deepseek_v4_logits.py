@@ -101,19 +101,37 @@ def load_ours(folder: Path, mtp: bool = False) -> deepseek_v4.DeepseekV4ForCausa
 
 
 @cache
-def pair(seed: int = 0) -> tuple[deepseek_v4.DeepseekV4ForCausalLM, Tensor]:
-    """(our network, with the MTP head; the reference's logits of PROMPT) from one checkpoint."""
+def models() -> tuple[deepseek_v4.DeepseekV4ForCausalLM, DeepseekV4ForCausalLM]:
+    """(our network, with the MTP head; the reference) from one checkpoint."""
     with TemporaryDirectory() as name:
         folder = Path(name)
-        write_checkpoint(folder, TINY, seed)
+        write_checkpoint(folder, TINY, seed=0)
         ours = load_ours(folder, mtp=True)
         config = DeepseekV4Config(**TINY)
         reference = DeepseekV4ForCausalLM.from_pretrained(
             folder, config=config, dtype=torch.float32, attn_implementation="eager"
         ).eval()
+    return ours, reference
+
+
+def reference_logits(token_ids: Sequence[int]) -> Tensor:
+    """[T, V] of the reference, in one pass."""
     with torch.no_grad():
-        logits = reference(torch.tensor([PROMPT])).logits[0]
-    return ours, logits
+        logits: Tensor = models()[1](torch.tensor([list(token_ids)])).logits[0]
+    return logits
+
+
+@cache
+def pair() -> tuple[deepseek_v4.DeepseekV4ForCausalLM, Tensor]:
+    """(our network, with the MTP head; the reference's logits of PROMPT)."""
+    return models()[0], reference_logits(PROMPT)
+
+
+def long_context() -> tuple[Tensor, Tensor]:
+    """Chunks many times the rings, positions far beyond YaRN's original 64."""
+    tokens = seeded_ids(1100, TINY["vocab_size"], seed=1)
+    got = Harness(models()[0], max_len=1200).run(tokens, [700, 1, 333, 1, 1, 64])
+    return got, reference_logits(tokens)
 
 
 def chunked(chunks: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -146,6 +164,7 @@ _RUNS = {
     "prefill ends inside a group of 16": partial(chunked, [40] + [1] * 10),
     "chunks of 7, 1, 13, 2, 37, 30": partial(chunked, [7, 1, 13, 2, 37, 30]),
     "chunks of 3": partial(chunked, [3] * 30),
+    "1100 tokens in chunks of 700, 1, 333, 1, 1, 64": long_context,
     "mixed batch": mixed,
 }
 CASES = [LogitCase("deepseek_v4", name, run) for name, run in _RUNS.items()]
