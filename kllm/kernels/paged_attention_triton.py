@@ -16,6 +16,7 @@ from torch import Tensor
 from kllm.kernels.merge_triton import LOG2_E, choose_splits, merge_splits
 
 BLOCK_KEYS = 64
+NARROW_BLOCK_KEYS = 16  # where wider blocks spill: float32 products, and unaligned FP8 entries
 MIN_SPLIT_KEYS = 256
 
 
@@ -185,7 +186,7 @@ def paged_attention(
         DIM=dim,
         PAGE=pages.shape[1],
         ROWS=rows,
-        KEYS=BLOCK_KEYS if q.dtype != torch.float32 else 16,
+        KEYS=NARROW_BLOCK_KEYS if fp8 or q.dtype == torch.float32 else BLOCK_KEYS,
         SPLITS=splits,
         DECODE=decode,
         FP8=fp8,
