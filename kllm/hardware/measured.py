@@ -27,9 +27,9 @@ from kllm.hardware.machine import detect, fingerprint
 VERSION = 1  # of the cached file; raise it when a measurement changes its meaning
 # Buffers have to be far larger than the last cache level; a matrix large enough that its edges
 # do not matter, and small enough that two CPU cores finish in a fraction of a second.
-CPU_BUFFER_BYTES, GPU_BUFFER_BYTES = 512 << 20, 4 << 30
+CPU_BUFFER_BYTES, GPU_BUFFER_BYTES = 256 << 20, 4 << 30
 CPU_MATRIX, GPU_MATRIX = 1536, 8192
-PROBE_MATRIX = 256  # tells whether the full matrix would take too long
+PROBE_MATRIX = 512  # tells whether the full matrix would take too long
 BUDGET_S = 0.6  # for the repeats of one measurement
 MIN_REPEATS, MAX_REPEATS = 3, 30
 FP8_CAPABILITY = (8, 9)
@@ -83,7 +83,7 @@ def measure_ceilings(device: str) -> Ceilings:
     side = GPU_MATRIX if gpu else CPU_MATRIX
     rates = {name: _matmul_rate(target, name, side) for name in _dtypes(target)}
     one = torch.zeros(1, device=target)
-    launch = statistics.median(_times(lambda: one.add_(1), target, inner=200))
+    launch = _seconds(lambda: one.add_(1), target, inner=200)
     links = measure_links() if gpu and torch.cuda.device_count() > 1 else None
     return Ceilings(
         device=target.type,
@@ -103,9 +103,9 @@ def _bandwidth(device: torch.device, nbytes: int) -> tuple[float, float]:
     vector = torch.ones(columns, dtype=torch.float32, device=device)
     # A sum and a matrix times vector only read; which of them is faster depends on the library.
     reads = (lambda: source.sum(), lambda: source @ vector)
-    read = max(size / _median_s(action, device) for action in reads)
+    read = max(size / _seconds(action, device) for action in reads)
     target = torch.empty_like(source)
-    return 2 * size / _median_s(lambda: target.copy_(source), device), read
+    return 2 * size / _seconds(lambda: target.copy_(source), device), read
 
 
 def _dtypes(device: torch.device) -> list[str]:
@@ -120,10 +120,10 @@ def _matmul_rate(device: torch.device, dtype: str, side: int) -> float:
     if device.type == "cpu":
         # A CPU without instructions for a dtype emulates it at a few GFLOP/s; a small matrix
         # shows that as well as a large one.
-        probes = _times(_product(device, dtype, PROBE_MATRIX), device)
-        if min(probes) * (side / PROBE_MATRIX) ** 3 > BUDGET_S:
-            return 2 * PROBE_MATRIX**3 / statistics.median(probes)
-    return 2 * side**3 / _median_s(_product(device, dtype, side), device)
+        probe_s = _seconds(_product(device, dtype, PROBE_MATRIX), device)
+        if probe_s * (side / PROBE_MATRIX) ** 3 > BUDGET_S:
+            return 2 * PROBE_MATRIX**3 / probe_s
+    return 2 * side**3 / _seconds(_product(device, dtype, side), device)
 
 
 def _product(device: torch.device, dtype: str, side: int) -> Callable[[], Tensor]:
@@ -139,11 +139,14 @@ def _product(device: torch.device, dtype: str, side: int) -> Callable[[], Tensor
     return lambda: torch._scaled_mm(a8, b8, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)
 
 
-def _median_s(action: Callable[[], object], device: torch.device) -> float:
-    return statistics.median(_times(action, device))
+def _seconds(action: Callable[[], object], device: torch.device, inner: int = 1) -> float:
+    times = _times(action, device, inner)
+    # A GPU is ours alone, and its first repeats run at clocks that it cannot hold: the median.
+    # On a CPU other processes take their share, which only ever slows a repeat: the fastest.
+    return statistics.median(times) if device.type == "cuda" else min(times)
 
 
-def _times(action: Callable[[], object], device: torch.device, inner: int = 1) -> list[float]:
+def _times(action: Callable[[], object], device: torch.device, inner: int) -> list[float]:
     """Seconds of one call, repeated until BUDGET_S is used, after one call to warm up."""
     gpu = device.type == "cuda"
     action()
