@@ -1,0 +1,95 @@
+"""`kllm bench` and `kllm doctor`: what is printed where, and how wrong options are refused."""
+
+import json
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from kllm import hardware
+from kllm.cli.bench import bench_app
+from kllm.cli.doctor import advice, doctor
+from kllm.errors import KllmError
+
+CEILINGS = hardware.Ceilings(
+    device="cpu",
+    copy_bytes_per_s=4e10,
+    read_bytes_per_s=5e10,
+    matmul_flops_per_s={"float32": 2e11},
+    launch_s=2e-6,
+)
+
+
+def run(*args: str) -> str:
+    result = CliRunner().invoke(bench_app, args, catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.stdout
+
+
+def test_list_names_every_bench_and_its_deciding_variable() -> None:
+    from kllm.bench.base import BENCHES
+
+    text = run("list")
+    assert all(name in text for name in BENCHES)
+    assert json.loads(run("list", "--json"))["latency"]["sweeps"] == "batch"
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["latency", "--batch", "1,two"], "--batch takes whole numbers"),
+        (["latency", "--model", "no-such-model"], "no-such-model"),
+        (["latency", "--osl", "1", "--scale", "tiny"], "2 output tokens"),
+        (["latency", "--scale", "huge"], "huge"),
+        (["throughput", "--workload", "1:2", "--scale", "tiny"], "1:2"),
+        (["throughput", "--workload", "chat", "--isl", "5", "--scale", "tiny"], "--workload"),
+        (["throughput", "--workload", "900000:9:1", "--scale", "tiny"], "shorter"),
+        (["compare-power", "--slowdown", "-1"], "slowdown"),
+        (["latency", "--kv-dtype", "int3"], "int3"),
+    ],
+)
+def test_wrong_options_are_one_sentence(args: list[str], words: str) -> None:
+    with pytest.raises(KllmError, match=words) as caught:
+        CliRunner().invoke(bench_app, [*args, "--device", "cpu"], catch_exceptions=False)
+    assert "\n" not in str(caught.value)
+
+
+def test_doctor_prints_one_document_with_json(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+
+    def measured(device: str = "auto", *, fresh: bool = False) -> hardware.Ceilings:
+        asked.append(fresh)
+        return CEILINGS
+
+    monkeypatch.setattr(hardware, "ceilings", measured)
+    app = typer.Typer()
+    app.command()(doctor)
+    result = CliRunner().invoke(app, ["--json", "--fresh"], catch_exceptions=False)
+    document = json.loads(result.stdout)
+    assert document["ceilings"]["matmul_flops_per_s"] == {"float32": 2e11}
+    assert document["fingerprint"]["cores"] == hardware.detect().cores
+    assert asked == [True]
+    text = CliRunner().invoke(app, [], catch_exceptions=False).stdout
+    assert "40.0 GB/s" in text
+    assert "0.200 TFLOP/s" in text
+
+
+def test_advice_names_what_is_missing_and_idle_cores() -> None:
+    library = hardware.Library(
+        name="gguf", version=None, purpose="p", install="pip install gguf", affects_speed=False
+    )
+    machine = hardware.Machine(
+        platform="Linux",
+        cpu="c",
+        cores=4,
+        threads=1,
+        memory_bytes=1,
+        gpus=(),
+        link="none",
+        python="3",
+        libraries=(library,),
+    )
+    text = " ".join(advice(machine))
+    assert "No NVIDIA GPU" in text
+    assert "1 of 4 cores" in text
+    assert "gguf" in text
