@@ -7,6 +7,7 @@ the limit a step uses a larger graph that exists, or runs as it is.
 """
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -63,7 +64,8 @@ class _Inputs:
             (lens, self.ctx.context_lens),
             (tables, self.ctx.block_tables),
         ):
-            target.copy_(torch.from_numpy(array).pin_memory(), non_blocking=True)
+            host = torch.from_numpy(array)
+            target.copy_(host.pin_memory() if target.is_cuda else host, non_blocking=True)
         self.ctx.context_lens_host = lens
         self.ctx.shared = {}
 
@@ -103,7 +105,7 @@ class DecodeGraphs:
         self.max_pages = max_pages
         self.limit = limit
         self._device = next(model.parameters()).device
-        self._memory = torch.cuda.graph_pool_handle()
+        self._memory: Any = None  # the pool that all graphs share, once there is one
         self._captured: dict[tuple[int, int], _Captured] = {}
 
     def run(self, plan: Plan) -> Tensor | None:
@@ -145,6 +147,7 @@ class DecodeGraphs:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory):
             logits = self._forward(ctx)
+        self._memory = graph.pool()
         return _Captured(graph, inputs, logits)
 
     def _forward(self, ctx: ForwardContext) -> Tensor:
