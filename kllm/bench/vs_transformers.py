@@ -20,7 +20,8 @@ from kllm.bench.serve_loop import ServingEngine
 from kllm.bench.timing import interleave, timed
 from kllm.config import EngineConfig
 from kllm.core import SamplingParams
-from kllm.errors import ConfigError, DependencyError
+from kllm.errors import ConfigError, DataError, DependencyError
+from kllm.models.gguf import GGUFFile
 from kllm.models.load import resolve
 from kllm.results.stats import median_ci, paired_ratio
 
@@ -181,12 +182,7 @@ def _their_generate(config: EngineConfig) -> Callable[[Prompts, int], Prompts]:
             f"model '{config.model}' has random weights here, which transformers cannot load; "
             "use smollm2-135m or a model folder"
         )
-    path, dtype = Path(resolved.weights), getattr(torch, resolved.dtype)
-    options: dict[str, Any] = {"gguf_file": path.name} if path.is_file() else {}
-    folder = path.parent if path.is_file() else path
-    loader: Any = transformers.AutoModelForCausalLM
-    model = loader.from_pretrained(folder, dtype=dtype, **options).to(resolved.device)
-    model.eval()
+    model = _their_model(resolved.weights, getattr(torch, resolved.dtype)).to(resolved.device)
 
     def generate(prompts: Prompts, osl: int) -> Prompts:
         width = max(map(len, prompts))
@@ -209,3 +205,27 @@ def _their_generate(config: EngineConfig) -> Callable[[Prompts, int], Prompts]:
         return tokens
 
     return generate
+
+
+def _their_model(weights: Path, dtype: torch.dtype) -> Any:
+    """transformers' network with the weights of a folder or a GGUF file."""
+    import transformers
+
+    if weights.is_dir():
+        loader: Any = transformers.AutoModelForCausalLM
+        return loader.from_pretrained(weights, dtype=dtype).eval()
+    # transformers reads GGUF only with accelerate installed; its names are the same as ours.
+    source = GGUFFile(weights)
+    config = transformers.LlamaConfig(**source.config)
+    model: Any = transformers.LlamaForCausalLM(config)
+    state = {
+        name: source.read(name, tuple(slice(0, n) for n in source.shape(name)))
+        for name in source.names()
+    }
+    missing, unexpected = model.load_state_dict(state, strict=False)
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    if unexpected or set(missing) - tied:
+        names = ", ".join([*unexpected, *(set(missing) - tied)])
+        raise DataError(f"{weights} does not fit transformers' llama: {names}")
+    model.tie_weights()
+    return model.to(dtype).eval()
