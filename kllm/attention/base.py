@@ -4,6 +4,8 @@ MLA/DSA and DeepSeek-V4's compressed attention have modules of their own in this
 they choose kernels, not backends.
 """
 
+import os
+import shutil
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Protocol
@@ -64,12 +66,17 @@ ATTENTION: Registry[Callable[[int], AttentionBackend]] = Registry(
 def resolve_attention(name: str, device: torch.device, head_dim: int, kv_dtype: str) -> str:
     """The backend that "auto" stands for here; any other name is returned as it is.
 
-    FlashInfer where it can be imported and reads such heads, Triton on other GPUs, torch on a
-    CPU.
+    FlashInfer where it can run and reads such heads, Triton on other GPUs, torch on a CPU.
     """
     if name != "auto":
         return name
     if device.type != "cuda":
         return "torch"
     readable = head_dim in FLASHINFER_DIMS and kv_dtype in ("bfloat16", "float16")
-    return "flashinfer" if readable and find_spec("flashinfer") else "triton"
+    return "flashinfer" if readable and _flashinfer_runs() else "triton"
+
+
+def _flashinfer_runs() -> bool:
+    """Whether FlashInfer is installed with its kernels, or with the compiler to build them."""
+    compiler = shutil.which("nvcc") or os.environ.get("CUDA_HOME")
+    return bool(find_spec("flashinfer") and (compiler or find_spec("flashinfer_jit_cache")))
