@@ -108,9 +108,8 @@ def _best_slots(ctx: ForwardContext, layer: int, slots: Tensor, index: IndexQuer
     block = max(1, BLOCK_BYTES // (4 * slots.shape[1] * index.q.shape[2]))
     for start in range(0, len(slots), block):
         rows = slice(start, min(start + block, len(slots)))
-        keys = ctx.pool.read(index.state, layer, slots[rows].clamp_min(0)).squeeze(2)
-        scores = kernels.index_scores(index.q[rows], index.weights[rows], keys)
-        scores = scores.masked_fill(slots[rows] < 0, float("-inf"))
+        keys, own = stored_keys(ctx.pool, index.state, layer, slots[rows])
+        scores = kernels.index_scores(index.q[rows], index.weights[rows], keys, own)
         best.append(slots[rows].gather(1, scores.topk(index.topk, sorted=False).indices))
     return torch.cat(best)
 

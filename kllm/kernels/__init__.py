@@ -92,9 +92,9 @@ def sparse_attention(
     )
 
 
-def index_scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
+def index_scores(q: Tensor, weights: Tensor, keys: Tensor, slots: Tensor | None = None) -> Tensor:
     """See `kllm.kernels.reference.index_scores`."""
-    return _best("indexer", reference.index_scores, q)(q, weights, keys)
+    return _best("indexer", reference.index_scores, q)(q, weights, keys, slots)
 
 
 def pool_rows(values: Tensor, gates: Tensor) -> Tensor:

@@ -12,16 +12,22 @@ TOKENS = 8  # tokens a program scores against the same keys
 
 @triton.jit
 def _index_scores(
-    q_ptr, weights_ptr, keys_ptr, out_ptr, num_tokens, heads, num_keys,
+    q_ptr, weights_ptr, keys_ptr, slots_ptr, out_ptr, num_tokens, heads, num_keys,
     q_stride_t, q_stride_h, key_stride_t, key_stride_n,
     DIM: tl.constexpr, DIM_BLOCK: tl.constexpr, HEADS: tl.constexpr, KEYS: tl.constexpr,
-    TOKENS: tl.constexpr,
+    TOKENS: tl.constexpr, SLOTS: tl.constexpr,
 ):  # fmt: skip
     first = tl.program_id(1).to(tl.int64) * TOKENS
     key = tl.program_id(0) * KEYS + tl.arange(0, KEYS)
     head, cols = tl.arange(0, HEADS), tl.arange(0, DIM_BLOCK)
-    rows = keys_ptr + first * key_stride_t + key.to(tl.int64)[:, None] * key_stride_n
-    k_mask = (key < num_keys)[:, None] & (cols < DIM)[None, :]
+    if SLOTS:
+        row = tl.load(slots_ptr + first * num_keys + key, key < num_keys, other=-1).to(tl.int64)
+        seen = row >= 0
+    else:
+        row = key.to(tl.int64)
+        seen = key < num_keys
+    rows = keys_ptr + first * key_stride_t + row[:, None] * key_stride_n
+    k_mask = seen[:, None] & (cols < DIM)[None, :]
     k = tl.load(rows + cols[None, :], k_mask, other=0.0)
     for i in range(TOKENS):
         token = first + i
@@ -32,27 +38,30 @@ def _index_scores(
         weights = tl.load(weights_ptr + token * heads + head, live, other=0.0)
         s = tl.dot(q, tl.trans(k).to(q.dtype), input_precision="ieee")  # [HEADS, KEYS]
         score = tl.sum(tl.maximum(s, 0.0) * weights[:, None], axis=0)
+        score = tl.where(seen, score, float("-inf"))
         tl.store(out_ptr + token * num_keys + key, score, (key < num_keys) & (token < num_tokens))
 
 
-def index_scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
+def index_scores(q: Tensor, weights: Tensor, keys: Tensor, slots: Tensor | None = None) -> Tensor:
     """See `kllm.kernels.reference.index_scores`."""
     tokens, heads, dim = q.shape
-    num_keys = keys.shape[-2]
+    num_keys = keys.shape[-2] if slots is None else slots.shape[1]
     out = torch.empty(tokens, num_keys, dtype=torch.float32, device=q.device)
     if out.numel() == 0:
         return out
     shared = keys.dim() == 2
-    together = TOKENS if shared and tokens >= TOKENS else 1
+    together = TOKENS if shared and slots is None and tokens >= TOKENS else 1
     block = KEYS if q.dtype != torch.float32 else 16
     _index_scores[(triton.cdiv(num_keys, block), triton.cdiv(tokens, together))](
-        q, weights.contiguous(), keys, out, tokens, heads, num_keys,
+        q, weights.contiguous(), keys, keys if slots is None else slots.contiguous(), out,
+        tokens, heads, num_keys,
         q.stride(0), q.stride(1), 0 if shared else keys.stride(0), keys.stride(-2),
         DIM=dim,
         DIM_BLOCK=max(16, triton.next_power_of_2(dim)),
         HEADS=max(16, triton.next_power_of_2(heads)),
         KEYS=block,
         TOKENS=together,
+        SLOTS=slots is not None,
         num_warps=8 if heads > 32 else 4,
         num_stages=1 if q.dtype == torch.float32 else 2,
     )  # fmt: skip

@@ -157,19 +157,20 @@ def sparse_attention(
     return out
 
 
-def index_scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
+def index_scores(q: Tensor, weights: Tensor, keys: Tensor, slots: Tensor | None = None) -> Tensor:
     """sum_h weights[t, h] * max(0, q[t, h] . keys[j]): the lightning indexer (DeepSeek-V3.2).
 
     Args:
         q: [T, H, D].
         weights: [T, H] float32, scale factors included.
-        keys: [N, D] that all queries share, or [T, N, D].
+        keys: [N, D] that all queries share, or [T, N, D]; with `slots` [R, D].
+        slots: [T, N] rows of `keys` that each query scores; -1 stands for no row and gives -inf.
 
     Returns:
-        [T, N] float32. Invisible keys are not masked here.
+        [T, N] float32. Without `slots` no key is masked here.
     """
     num_tokens, heads = weights.shape
-    num_keys = keys.shape[-2]
+    num_keys = keys.shape[-2] if slots is None else slots.shape[1]
     q, out = q.float(), weights.new_empty(num_tokens, num_keys)
     wide = max(1, min(num_keys, WORKSPACE_BYTES // (4 * heads)))
     block = max(1, WORKSPACE_BYTES // (4 * heads * wide))
@@ -177,10 +178,13 @@ def index_scores(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
         rows = slice(start, start + block)
         for first in range(0, num_keys, wide):
             columns = slice(first, first + wide)
-            some = keys[columns] if keys.dim() == 2 else keys[rows, columns]
+            if slots is not None:
+                some = keys[slots[rows, columns].clamp_min(0)]
+            else:
+                some = keys[columns] if keys.dim() == 2 else keys[rows, columns]
             scores = (q[rows] @ some.float().transpose(-1, -2)).relu_()  # [c, H, n]
             out[rows, columns] = (weights[rows].unsqueeze(1) @ scores).squeeze(1)
-    return out
+    return out if slots is None else out.masked_fill_(slots < 0, float("-inf"))
 
 
 def pool_rows(values: Tensor, gates: Tensor) -> Tensor:

@@ -84,3 +84,17 @@ def test_index_scores_match_the_reference(
     k = randn(*shape, dtype=dtype, device=device)
     found = kernel("indexer").index_scores(q, weights, k)
     assert_near(found, reference.index_scores(q, weights, k), scale=10)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_index_scores_of_listed_rows_match_the_reference(
+    device: torch.device, dtype: torch.dtype
+) -> None:
+    """Decodes score entries where they lie in the pages."""
+    q = randn(5, 16, 32, dtype=dtype, device=device)
+    weights = randn(5, 16, dtype=torch.float32, device=device) / 16
+    keys = randn(90, 32, dtype=dtype, device=device)
+    slots = index_lists(5, 200, 90, device, seed=4)
+    found = kernel("indexer").index_scores(q, weights, keys, slots)
+    assert torch.equal(found == float("-inf"), slots < 0)
+    assert_near(found, reference.index_scores(q, weights, keys, slots), scale=10)
