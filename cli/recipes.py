@@ -1,0 +1,77 @@
+"""`kllm recipes`: list, show and check recipes."""
+
+from typing import Annotated
+
+import typer
+
+from kllm.cli.console import err, out
+
+recipes_app = typer.Typer(no_args_is_help=True, help="List, show and check recipes.")
+
+RecipeName = Annotated[str, typer.Argument(help="A recipe's name, or a TOML file.")]
+
+
+@recipes_app.command("list")
+def list_recipes(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """List the recipes that come with kLLM."""
+    import json
+
+    from rich.table import Table
+
+    from kllm.recipes.schema import loads, packaged_texts
+
+    recipes = [(name, loads(text, name)) for name, text in sorted(packaged_texts())]
+    if as_json:
+        rows = [
+            {"name": n, "model": r.model, "scale": r.scale, "hardware": r.hardware.name}
+            for n, r in recipes
+        ]
+        typer.echo(json.dumps(rows, indent=1))
+        return
+    if not recipes:
+        err.print("no recipes are packaged; `kllm tune` makes one for this machine")
+        return
+    table = Table("name", "model", "scale", "measured on", "fidelity")
+    for name, recipe in recipes:
+        table.add_row(name, recipe.model, recipe.scale, recipe.hardware.name, recipe.fidelity)
+    out.print(table)
+
+
+@recipes_app.command("show")
+def show(
+    name: RecipeName,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Print a recipe."""
+    import msgspec
+
+    from kllm.recipes.schema import dumps, load
+
+    recipe = load(name)
+    text = msgspec.json.encode(recipe).decode() if as_json else dumps(recipe).rstrip()
+    typer.echo(text)
+
+
+@recipes_app.command("check")
+def check(
+    name: RecipeName,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Check a recipe: readable, settings the engine takes, measured on a machine like this."""
+    import json
+
+    from kllm.hardware import detect
+    from kllm.recipes.schema import load
+
+    recipe = load(name)
+    machine = detect()
+    here = ("cuda", machine.gpus[0].name) if machine.gpus else ("cpu", machine.cpu)
+    misfits = recipe.misfits(*here)
+    if as_json:
+        typer.echo(json.dumps({"name": recipe.name, "valid": True, "misfits": misfits}, indent=1))
+        return
+    out.print(f"{name}: good", highlight=False, soft_wrap=True)
+    for reason in misfits:
+        err.print(f"note: {reason}; its numbers may differ here", highlight=False, soft_wrap=True)
