@@ -11,6 +11,8 @@ import numpy as np
 from kllm.results.schema import Direction
 from kllm.tuners.objective import Slo
 
+State = Literal["complete", "stopped", "failed"]
+
 MAX_TICKS = 60  # progress samples stored with a trial
 
 
@@ -52,7 +54,7 @@ class Outcome:
     A stopped run (it could not win any more) keeps what it measured until then.
     """
 
-    state: Literal["complete", "stopped", "failed"]
+    state: State
     reason: str = ""  # why not complete, one sentence
     start_s: float = 0.0  # weights and engine, before the run
     warmup_s: float = 0.0

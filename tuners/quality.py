@@ -18,9 +18,10 @@ from kllm.tuners.outcome import Outcome, measure
 from kllm.tuners.prior import Prior
 from kllm.tuners.replay import Replay
 from kllm.tuners.sampler import PointSampler
+from kllm.tuners.search import Search
 from kllm.tuners.space import Value
 from kllm.tuners.stopping import rules_for
-from kllm.tuners.study import Search, Trial, open_study
+from kllm.tuners.study import Trial, open_study
 
 NEAR = 0.95  # "within 5 % of the best"
 

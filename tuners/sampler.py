@@ -66,7 +66,9 @@ def evidence(trials: Sequence[FrozenTrial], space: Space, but: int | None = None
     return Evidence(frozenset(taken), tuple(running), tuple(measured), frozenset(complete))
 
 
-def scores(goal: Goal, runs: Sequence[Mapping[str, float]], weights: Sequence[float]) -> Any:
+def scores(
+    goal: Goal, runs: Sequence[Mapping[str, float]], weights: NDArray[np.float64]
+) -> NDArray[np.float64]:
     """Log scores of runs, higher is better; a run that misses its SLO is marked down.
 
     The mark-down grows from nothing at the target, so that points around the edge of what is
@@ -80,12 +82,13 @@ def scores(goal: Goal, runs: Sequence[Mapping[str, float]], weights: Sequence[fl
                 table[row, column] = objective.sign * np.log(value)
     top = np.nanmax(table, axis=0) if np.isfinite(table).any() else np.zeros(table.shape[1])
     table = np.maximum(np.where(np.isnan(table), -np.inf, table), top - SCORE_SPAN)
-    weighted = (table - top) * np.asarray(weights)
+    weighted = (table - top) * weights
     total = weighted.min(axis=1) + AUGMENT * weighted.sum(axis=1)
     if len(goal.objectives) == 1:
         total = table[:, 0]
     misses = np.array([max(goal.deficit(m), 0.0) for m in runs])
-    return total + np.log1p(-np.minimum(misses / max(goal.slo.attainment, 1e-9), 0.95))
+    marked: NDArray[np.float64] = total + np.log1p(-np.minimum(misses / goal.slo.attainment, 0.95))
+    return marked
 
 
 class PointSampler(BaseSampler):
@@ -153,7 +156,7 @@ class PointSampler(BaseSampler):
         runs = [(index, metrics) for index, metrics in seen.measured if index in seen.complete]
         if not runs:
             return {}
-        weights = [1.0] + [0.0] * (len(self.goal.objectives) - 1)
+        weights = np.eye(len(self.goal.objectives))[0]
         values = scores(self.goal, [metrics for _, metrics in runs], weights)
         return {index: float(value) for (index, _), value in zip(runs, values, strict=True)}
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import optuna
 from optuna.exceptions import OptunaError
 from optuna.storages import BaseStorage, JournalStorage
-from optuna.storages.journal import BaseJournalFileLock, JournalFileBackend
+from optuna.storages.journal import JournalFileBackend
 from sqlalchemy.exc import SQLAlchemyError
 
 from kllm.errors import DataError
@@ -15,7 +15,7 @@ from kllm.errors import DataError
 JOURNAL = "journal:"
 
 
-class FileLock(BaseJournalFileLock):
+class FileLock:
     """An advisory lock that the kernel drops when its holder dies.
 
     Optuna's own locks are files; after a kill -9 the next process waits for their grace period.
@@ -75,7 +75,8 @@ def open_storage(url: str) -> BaseStorage:
 
 def _open_journal(path: Path) -> JournalStorage:
     path.parent.mkdir(parents=True, exist_ok=True)
-    backend = JournalFileBackend(str(path), lock_obj=FileLock(path))
+    # Optuna's base class of locks is private; only these two methods are called.
+    backend = JournalFileBackend(str(path), lock_obj=FileLock(path))  # type: ignore[arg-type]
     with path.open("r+b"):  # fails here, in one sentence, and not at the first trial
         pass
     return JournalStorage(backend)

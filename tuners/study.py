@@ -1,33 +1,22 @@
-"""Studies: created, resumed, searched, interrupted. Optuna keeps them; nothing is lost.
+"""Studies in storage: created, resumed, told apart, and their trials read back."""
 
-Every trial is stored as it ends, with its metrics, its reason and enough of its run to judge it
-again under another SLO. What died half-way is found on resume and run again, once.
-"""
-
-import os
-import socket
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
 import optuna
-import psutil
 from optuna.storages import BaseStorage
 from optuna.trial import FrozenTrial, TrialState
 
 from kllm.errors import ConfigError, DataError
 from kllm.results.schema import plain
 from kllm.tuners.objective import Goal
-from kllm.tuners.outcome import Outcome, from_plain, measure, to_plain
+from kllm.tuners.outcome import Outcome, from_plain
 from kllm.tuners.sampler import PointSampler
 from kllm.tuners.space import Space, Value
 
 IDENTITY = "kllm"  # study attribute: what the study is about
-CHOOSING_S = 0.05  # how often a trial that is being chosen elsewhere is looked at
-CHOOSING_LIMIT_S = 10.0  # after this its process is taken for dead
-UNOWNED_S = 60.0  # a running trial without an owner for this long was killed while it began
 
 State = Literal["complete", "stopped", "failed", "pruned", "interrupted", "running"]
 
@@ -73,7 +62,7 @@ def read_trial(frozen: FrozenTrial, space: Space) -> Trial:
         TrialState.COMPLETE: "complete",
         TrialState.PRUNED: "stopped" if stored else "pruned",
         TrialState.FAIL: "interrupted" if attrs.get("retry") else "failed",
-    }.get(frozen.state, "running")  # type: ignore[assignment]
+    }.get(frozen.state, "running")
     return Trial(
         number=frozen.number,
         settings={**space.default, **frozen.params},
@@ -170,254 +159,3 @@ def newest_study(storage: BaseStorage, identity: Mapping[str, Any]) -> str:
         )
     # Ids are given out in order; a study that was interrupted at once has no start time.
     return max(found, key=lambda summary: summary._study_id).study_name
-
-
-class Interrupt:
-    """Whether somebody asked to stop. Set by a signal handler, read between trials."""
-
-    def __init__(self) -> None:
-        self.asked = False
-
-
-class Listener:
-    """Told what happens; the base class ignores it."""
-
-    def started(self, number: int, settings: Mapping[str, Value]) -> None:
-        """A trial begins."""
-
-    def ended(self, trial: Trial, best: Trial | None) -> None:
-        """A trial ended, also by being pruned; `best` is the best so far."""
-
-    def resumed(self, trials: int, retried: int) -> None:
-        """An existing study goes on: how many trials it has, and how many are run again."""
-
-
-Measure = Callable[[Mapping[str, Value], Trial | None], Outcome]
-
-
-class Search:
-    """Runs trials of one study until something says enough.
-
-    Args:
-        study: from `open_study`.
-        space: its points.
-        goal: what better means.
-        sampler: the study's.
-        measure: runs settings; is given the best trial so far, to stop what cannot win.
-        listener: told what happens.
-        interrupt: asked between trials.
-        lease_s: a trial that another machine began longer ago than this is taken for dead.
-        clock: seconds, monotonic.
-    """
-
-    def __init__(
-        self,
-        study: optuna.Study,
-        space: Space,
-        goal: Goal,
-        sampler: PointSampler,
-        measure: Measure,
-        *,
-        listener: Listener | None = None,
-        interrupt: Interrupt | None = None,
-        lease_s: float = 3600.0,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.study, self.space, self.goal = study, space, goal
-        self.sampler, self.measure = sampler, measure
-        self.listener = listener or Listener()
-        self.interrupt = interrupt or Interrupt()
-        self.lease_s = lease_s
-        self.clock = clock
-
-    def trials(self) -> list[Trial]:
-        """All trials as stored, in order."""
-        return [read_trial(t, self.space) for t in self.study.get_trials(deepcopy=False)]
-
-    def best(self, trials: Sequence[Trial] | None = None) -> Trial | None:
-        """The best complete trial by the first objective, or None."""
-        best: Trial | None = None
-        for trial in self.trials() if trials is None else trials:
-            if trial.measured and self.goal.better(trial.metrics, best.metrics if best else None):
-                best = trial
-        return best
-
-    def ran(self) -> int:
-        """Trials that were run, anywhere; pruned, repeated and running ones do not count."""
-        return sum(t.state in ("complete", "stopped", "failed") for t in self.trials())
-
-    def recover(self) -> int:
-        """Mark trials whose process is dead and queue their points once more.
-
-        Returns:
-            How many are run again.
-        """
-        retried = 0
-        before = [t.params for t in self.study.get_trials(deepcopy=False) if _retry(t)]
-        for trial in self.study.get_trials(deepcopy=False, states=[TrialState.RUNNING]):
-            if not self._abandoned(trial):
-                continue
-            again = bool(trial.params) and trial.params not in before
-            self._interrupted(trial, again)
-            retried += again
-        return retried
-
-    def _abandoned(self, trial: FrozenTrial) -> bool:
-        age = time.time() - trial.datetime_start.timestamp() if trial.datetime_start else 0.0
-        owner = trial.user_attrs.get("owner")
-        if owner is None:
-            return age > UNOWNED_S
-        if owner["host"] != socket.gethostname():
-            return age > self.lease_s
-        return owner != _owner_of(owner["pid"])
-
-    def _interrupted(self, trial: FrozenTrial, again: bool) -> None:
-        storage, trial_id = self.study._storage, trial._trial_id
-        if again or not trial.params:
-            storage.set_trial_user_attr(trial_id, "retry", True)
-            storage.set_trial_user_attr(trial_id, "reason", "interrupted; run again")
-        else:
-            reason = "interrupted twice at this point; it may be what ends the process"
-            storage.set_trial_user_attr(trial_id, "reason", reason)
-        self.study.tell(trial.number, state=TrialState.FAIL)
-        if again:
-            self.study.enqueue_trial(trial.params)
-
-    def run(self, *, trials: int | None, timeout_s: float | None = None) -> str:
-        """Search.
-
-        Args:
-            trials: of the whole study, those of earlier runs included; None: no limit.
-            timeout_s: no trial is begun after this long.
-
-        Returns:
-            Why it ended, one sentence.
-
-        Raises:
-            KeyboardInterrupt: the running trial was cut short; it is stored as interrupted.
-        """
-        begin = self.clock()
-        if existing := len(self.study.get_trials(deepcopy=False)):
-            self.listener.resumed(existing, self.recover())
-        while True:
-            if self.interrupt.asked:
-                return "interrupted"
-            if trials is not None and self.ran() >= trials:
-                return f"all {trials} trials were run"
-            if timeout_s is not None and self.clock() - begin >= timeout_s:
-                return f"the time limit of {timeout_s:.0f} s was reached"
-            chosen = self._choose()
-            if chosen is None:
-                return "every valid combination was tried"
-            self._run_one(*chosen)
-
-    def _choose(self) -> tuple[optuna.Trial, int] | None:
-        """A trial of a point that nobody else runs and the cost model does not rule out."""
-        while True:
-            if not self._left():
-                return None
-            trial = self.study.ask(self.sampler.distributions)
-            trial.set_user_attr("owner", _owner_of(os.getpid()))
-            index = self.space.find({**self.space.default, **trial.params})
-            assert index is not None  # the sampler only knows points of the space
-            if (rival := self._chosen_elsewhere(trial)) is not None:
-                trial.set_user_attr("retry", True)
-                trial.set_user_attr("reason", f"trial {rival} of another process has this point")
-                self.study.tell(trial, state=TrialState.FAIL)
-            elif reason := self._ruled_out(index):
-                trial.set_user_attr("reason", reason)
-                self.study.tell(trial, state=TrialState.PRUNED)
-                self._ended(trial.number)
-            else:
-                return trial, index
-
-    def _left(self) -> bool:
-        everything = self.study.get_trials(deepcopy=False)
-        if any(t.state == TrialState.WAITING for t in everything):
-            return True
-        return len(self.sampler.taken(everything)) < len(self.space.points)
-
-    def _chosen_elsewhere(self, mine: optuna.Trial) -> int | None:
-        """Number of an earlier trial with the same point, when two processes chose at once.
-
-        Like Lamport's bakery (1974): numbers are given out in order, whoever has the lower one
-        keeps the point, and the higher one first waits until all lower ones have chosen.
-        """
-        waited = 0.0
-        while True:
-            earlier = [
-                t
-                for t in self.study.get_trials(deepcopy=False)
-                if t.number < mine.number and not t.user_attrs.get("retry")
-            ]
-            for other in earlier:
-                if other.params == mine.params and other.state != TrialState.WAITING:
-                    return other.number
-            choosing = any(t.state == TrialState.RUNNING and not _settled(t) for t in earlier)
-            if not choosing or waited >= CHOOSING_LIMIT_S:
-                return None
-            time.sleep(CHOOSING_S)
-            waited += CHOOSING_S
-
-    def _ruled_out(self, index: int) -> str:
-        prior = self.sampler.prior
-        if prior is None or not self.goal.single:
-            return ""
-        measured = self.sampler.complete_scores(self.study.get_trials(deepcopy=False))
-        if not measured:
-            return ""
-        return prior.hopeless(index, measured, max(measured.values()))
-
-    def _run_one(self, trial: optuna.Trial, index: int) -> None:
-        settings = self.space.settings(index)
-        self.listener.started(trial.number, settings)
-        try:
-            outcome = self.measure(settings, self.best())
-        except BaseException:
-            # Ctrl-C, or an error of ours: either way this trial has no result and may be rerun.
-            frozen = self.study.get_trials(deepcopy=False)[trial.number]
-            self._interrupted(frozen, again=True)
-            raise
-        self._store(trial, outcome)
-        self._ended(trial.number)
-
-    def _store(self, trial: optuna.Trial, outcome: Outcome) -> None:
-        metrics = measure(outcome, self.goal.slo)
-        values = self.goal.values(metrics)
-        if outcome.state == "complete" and values is None:
-            outcome = replace(outcome, state="failed", reason="it gave no figure to compare")
-        trial.set_user_attr("outcome", plain(to_plain(outcome)))
-        trial.set_user_attr("metrics", metrics)
-        if outcome.reason:
-            trial.set_user_attr("reason", outcome.reason)
-        if hasattr(trial, "set_constraint") and self.goal.slo.limited and metrics:
-            trial.set_constraint("slo", self.goal.deficit(metrics))  # Optuna 5 shows feasibility
-        if outcome.state == "complete":
-            self.study.tell(trial, values)
-        else:
-            stopped = outcome.state == "stopped"
-            self.study.tell(trial, state=TrialState.PRUNED if stopped else TrialState.FAIL)
-
-    def _ended(self, number: int) -> None:
-        trials = self.trials()
-        self.listener.ended(trials[number], self.best(trials))
-
-
-def _retry(trial: FrozenTrial) -> bool:
-    return bool(trial.user_attrs.get("retry")) and bool(trial.params)
-
-
-def _settled(trial: FrozenTrial) -> bool:
-    """Whether a running trial has its point (the owner is written right after it)."""
-    return "owner" in trial.user_attrs
-
-
-def _owner_of(pid: int) -> dict[str, Any] | None:
-    """What tells a process from a later one with the same number; None when it is gone."""
-    try:
-        process = psutil.Process(pid)
-        if process.status() == psutil.STATUS_ZOMBIE:
-            return None
-        return {"host": socket.gethostname(), "pid": pid, "started": process.create_time()}
-    except psutil.Error:
-        return None

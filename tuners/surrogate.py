@@ -56,7 +56,8 @@ class _Kernel:
         matern = (1 + distance + distance**2 / 3) * np.exp(-distance)
         linear = (a - 0.5) @ (b - 0.5).T
         trend = TREND_VARIANCE * (trend_a @ trend_b.T)
-        return self.amplitude**2 * matern + self.linear**2 * linear + trend
+        out: Array = self.amplitude**2 * matern + self.linear**2 * linear + trend
+        return out
 
     def at(self, a: Array, trend: Array) -> Array:
         """The diagonal of `between(a, a)`."""

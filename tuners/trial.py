@@ -26,7 +26,7 @@ from kllm.bench.workloads import Workload
 from kllm.config import EngineConfig
 from kllm.errors import WorkerError
 from kllm.tuners import protocol
-from kllm.tuners.outcome import Outcome, Progress, Served, Tick, thin
+from kllm.tuners.outcome import Outcome, Progress, Served, State, Tick, thin
 from kllm.tuners.stopping import Rule
 
 WORKER = (sys.executable, "-m", "kllm.tuners.worker")
@@ -299,11 +299,10 @@ class _Watch:
         self.worker.kill()
         return self._ended("failed", reason)
 
-    def _ended(self, state: str, reason: str) -> Outcome:
+    def _ended(self, state: State, reason: str) -> Outcome:
         """An outcome from what was heard, without the worker's own account."""
-        assert state in ("stopped", "failed")
         return Outcome(
-            state="stopped" if state == "stopped" else "failed",
+            state=state,
             reason=reason,
             run_s=self.ticks[-1].elapsed_s if self.ticks else 0.0,
             num_requests=self.started.num_requests if self.started else 0,

@@ -31,7 +31,7 @@ from kllm.errors import KllmError
 from kllm.models.base import CausalLM, Groups
 from kllm.models.load import load_model, resolve
 from kllm.tuners import protocol
-from kllm.tuners.outcome import Outcome, Served, Tick, thin
+from kllm.tuners.outcome import Outcome, Served, State, Tick, thin
 
 TICK_S = 0.02  # progress is sent this often, and whenever a request ends
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
@@ -77,8 +77,8 @@ class Models:
 
     def get(self, config: EngineConfig) -> CausalLM:
         """The network that `config` asks for, loaded if it is not the last one."""
-        key = (config.model, config.scale, config.load, config.device, config.dtype)
-        key = (*key, config.attention, config.seed, config.parallel)
+        loaded = (config.model, config.scale, config.load, config.device, config.dtype)
+        key = (*loaded, config.attention, config.seed, config.parallel)
         if self._model is None or key != self._key:
             self._model, self._key = None, None
             gc.collect()
@@ -190,9 +190,9 @@ class _Observer:
 
     def outcome(self, run: WorkloadRun) -> Outcome:
         """How the run ended."""
-        state = "failed" if run.failure else "stopped" if run.stopped else "complete"
+        state: State = "failed" if run.failure else "stopped" if run.stopped else "complete"
         return Outcome(
-            state=state,  # type: ignore[arg-type]
+            state=state,
             reason=run.failure or run.stopped,
             run_s=run.duration_s,
             num_requests=self.started.num_requests,
