@@ -60,25 +60,20 @@ def _checked(path: Path, table: Any, command: Any, at: tuple[str, ...]) -> dict[
         if isinstance(value, dict) and key in commands:
             result[key] = _checked(path, value, commands[key], (*at, key))
         elif (param := params.get(key.replace("_", "-"))) is not None and at:
-            result[param.name] = _converted(path, where, param, value)
+            _check_value(path, where, param, value, typer.Context(command))
+            result[param.name] = value
         else:
             known = ", ".join(sorted([*commands, *(params if at else [])]))
             raise ConfigError(f"config file {path}: unknown key '{where}'; known here: {known}")
     return result
 
 
-def _converted(path: Path, where: str, param: Any, value: Any) -> Any:
-    items = value if isinstance(value, list) else [value]
-    if isinstance(value, list) and not (param.multiple or param.nargs != 1):
-        raise ConfigError(f"config file {path}: '{where}' takes one value, not a list")
-    kind = param.type.name
-    for item in items:
-        wrong = isinstance(item, dict) or (kind == "boolean") != isinstance(item, bool)
-        try:
-            if wrong:
-                raise ValueError
-            param.type.convert(str(item), param, None)
-        except (ValueError, TypeError, typer.BadParameter) as error:
-            reason = getattr(error, "message", "") or f"expected {kind}, got {item!r}"
-            raise ConfigError(f"config file {path}: '{where}': {reason}") from None
-    return value
+def _check_value(path: Path, where: str, param: Any, value: Any, ctx: typer.Context) -> None:
+    if isinstance(value, bool) != bool(getattr(param, "is_flag", False)):
+        kind = "true or false" if param.is_flag else "a value that is not true or false"
+        raise ConfigError(f"config file {path}: '{where}' takes {kind}, got {value!r}")
+    try:
+        param.process_value(ctx, value)
+    except (ValueError, TypeError, typer.BadParameter) as error:
+        reason = getattr(error, "message", "") or str(error)
+        raise ConfigError(f"config file {path}: '{where}': {reason}, got {value!r}") from None
