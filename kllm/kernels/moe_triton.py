@@ -116,7 +116,7 @@ def moe(
     starts = torch.empty(experts, 2, dtype=torch.int32, device=x.device)
     _sort_pairs[(experts,)](
         topk_ids.contiguous(), order, starts, pairs, first_expert,
-        PAIRS=triton.next_power_of_2(pairs),
+        PAIRS=max(16, triton.next_power_of_2(pairs)),
     )  # fmt: skip
     # An expert gets a token at most once: `tokens` rows bound what it can have to do.
     rows = min(max(16, triton.next_power_of_2(tokens)), 64)

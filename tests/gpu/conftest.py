@@ -5,6 +5,7 @@
 """
 
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -19,16 +20,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.gpu)
 
 
-@pytest.fixture(scope="session")
-def device() -> torch.device:
-    """Where Triton kernels can run here."""
+@pytest.fixture
+def device() -> Iterator[torch.device]:
+    """Where Triton kernels can run here; fresh tensors are NaN until a kernel writes them."""
     if importlib.util.find_spec("triton") is None:
         pytest.skip("Triton is not installed")
-    if torch.cuda.is_available() and not INTERPRET:
-        return torch.device("cuda")
-    if INTERPRET:
-        return torch.device("cpu")
-    pytest.skip("no GPU, and TRITON_INTERPRET=1 is not set")
+    if not torch.cuda.is_available() and not INTERPRET:
+        pytest.skip("no GPU, and TRITON_INTERPRET=1 is not set")
+    # In this mode torch.empty fills its memory (torch.utils.deterministic).
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    yield torch.device("cpu" if INTERPRET else "cuda")
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(scope="session")
