@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from kllm.kernels.packed_linear import PackedWeight, can_pack
 from kllm.layers.linear import shard_size
 from kllm.parallel.communicator import Communicator
 
@@ -41,10 +42,17 @@ class VocabHead(nn.Module):
         rows = shard_size("vocabulary", vocab_size, comm.size)
         self.weight = nn.Parameter(torch.empty(rows, dim), requires_grad=False)
         self.comm = comm
+        self._packed: PackedWeight | None = None
+
+    def pack(self) -> None:
+        """Make a reordered copy where that is faster. The weight stays: it may be tied."""
+        if can_pack(self.weight):
+            self._packed = PackedWeight(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         """[S, dim] -> [S, V] float32, the same on every rank."""
-        y = F.linear(x, self.weight).float()  # [S, V / size]
+        y = self._packed.linear(x) if self._packed is not None else F.linear(x, self.weight)
+        y = y.float()  # [S, V / size]
         if self.comm.size == 1:
             return y
         parts = y.new_empty(self.comm.size * y.shape[0], y.shape[1])

@@ -146,6 +146,9 @@ class CausalLM(nn.Module):
         """Logits [S, V] float32 of rows [S, ...] taken from what `forward` returned."""
         raise NotImplementedError
 
+    def freeze(self) -> None:
+        """Called once when all weights are in place: rearrange them for this device."""
+
     def use_attention(self, name: str, kv_dtype: str) -> None:
         """Attend through this entry of `kllm.attention.base.ATTENTION`, or the best for "auto".
 

@@ -16,7 +16,7 @@ from kllm.attention.context import ForwardContext
 from kllm.cache.spec import CacheSpec, PagedState
 from kllm.errors import ConfigError
 from kllm.layers.embedding import VocabEmbedding, VocabHead
-from kllm.layers.linear import ColumnLinear, RowLinear, shard_size
+from kllm.layers.linear import ColumnLinear, Linear, RowLinear, shard_size
 from kllm.layers.mlp import GatedMLP
 from kllm.layers.norm import RMSNorm
 from kllm.layers.rotary import Llama3Scaling, Rotary
@@ -276,6 +276,12 @@ class LlamaForCausalLM(CausalLM):
         self.head = VocabHead(config.hidden_size, config.vocab_size, groups.vocab)
         if config.tie_word_embeddings:
             self.head.weight = self.embed.weight
+
+    def freeze(self) -> None:
+        """Pack the matrices where that makes their products faster."""
+        for module in self.modules():
+            if isinstance(module, Linear | VocabHead):
+                module.pack()
 
     def prepare(self, ctx: ForwardContext) -> None:
         """Plan the step's attention."""

@@ -136,6 +136,7 @@ def load_model(
     else:
         source = open_weights(resolved.weights)
         fill(model, family.manifest(config), source, groups)
+    model.freeze()
     return model.eval()
 
 
