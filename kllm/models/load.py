@@ -70,12 +70,7 @@ def resolve(config: EngineConfig) -> ResolvedModel:
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
     name, path, data = _locate(config)
-    model_type = data.get("model_type")
-    if model_type not in MODELS:
-        known = ", ".join(sorted(MODELS))
-        raise ConfigError(f"{name}: model type {model_type!r} is not supported; known: {known}")
-    family = MODELS[model_type]()
-    full = family.read_config(data)
+    model_type, family, full = _family_config(name, data)
     if path is not None and config.scale not in ("auto", "full"):
         raise ConfigError(
             f"scale '{config.scale}' would cut real weights; use scale full, or load random"
@@ -89,7 +84,7 @@ def resolve(config: EngineConfig) -> ResolvedModel:
         tokenizer = _folder(config.model)  # random weights of a folder: its vocabulary still fits
     return ResolvedModel(
         name=name,
-        model_type=str(model_type),
+        model_type=model_type,
         family=family,
         config=scale_config(family, full, scale),
         scale=scale,
@@ -102,6 +97,26 @@ def resolve(config: EngineConfig) -> ResolvedModel:
         parallel=config.parallel,
         seed=config.seed,
     )
+
+
+def read_family_config(model: str) -> tuple[str, Family, Any]:
+    """(name, family, config) of a preset, folder or GGUF file, whatever weights there are.
+
+    Raises:
+        ConfigError, DataError: as `resolve`.
+    """
+    name, _, data = _locate(EngineConfig(model=model, load="random"))
+    _, family, config = _family_config(name, data)
+    return name, family, config
+
+
+def _family_config(name: str, data: dict[str, Any]) -> tuple[str, Family, Any]:
+    model_type = data.get("model_type")
+    if not isinstance(model_type, str) or model_type not in MODELS:
+        known = ", ".join(sorted(MODELS))
+        raise ConfigError(f"{name}: model type {model_type!r} is not supported; known: {known}")
+    family = MODELS[model_type]()
+    return model_type, family, family.read_config(data)
 
 
 def load_model(

@@ -1,0 +1,109 @@
+"""`kllm models`: what can be run, how large it is, and what of it fits here."""
+
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kllm.cli.console import out
+
+if TYPE_CHECKING:
+    from kllm.models.catalog import ModelFacts
+
+
+def models(
+    model: Annotated[
+        str | None,
+        typer.Argument(help="Preset, model folder or GGUF file; default: all presets."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Show model sizes, KV cost, and the largest scale that fits this machine."""
+    import json
+    from dataclasses import asdict
+
+    from kllm.models import catalog, presets
+
+    found = catalog.all_presets() if model is None else [catalog.facts(model)]
+    if as_json:
+        document = {"models": [asdict(facts) for facts in found], "aliases": presets.ALIASES}
+        typer.echo(json.dumps(document, indent=1))
+        return
+    if model is not None:
+        out.print(_details(found[0]))
+        return
+    out.print(_table(found))
+    for alias, name in presets.ALIASES.items():
+        out.print(f"{alias} is short for {name}.", highlight=False)
+
+
+def _table(found: "list[ModelFacts]") -> Any:
+    from rich.table import Table
+
+    table = Table(caption=_caption(found[0]), caption_justify="left")
+    table.add_column("model", no_wrap=True)
+    for column in ("parameters", "active", "checkpoint", "KV/token", "KV fp8", "KV/request"):
+        table.add_column(column, justify="right")
+    table.add_column("fits here")
+    table.add_column("KV tokens", justify="right")
+    for m in found:
+        table.add_row(
+            m.name,
+            count(m.parameters),
+            count(m.active_parameters),
+            size(m.checkpoint_bytes),
+            f"{m.kv_bytes_per_token['bfloat16']:,.0f} B",
+            f"{m.kv_bytes_per_token['fp8']:,.0f} B",
+            size(m.bytes_per_request["bfloat16"]),
+            m.fit.scale,
+            count(m.fit.context_tokens),
+        )
+    return table
+
+
+def _caption(facts: "ModelFacts") -> str:
+    fit = facts.fit
+    return (
+        f"KV in bfloat16 or fp8. Fits here: largest scale and KV tokens beside its weights, "
+        f"on {fit.device} in {fit.dtype}."
+    )
+
+
+def _details(m: "ModelFacts") -> Any:
+    from rich.table import Table
+
+    table = Table(m.name, "")
+    table.add_row("layers", f"{m.layers}")
+    table.add_row("parameters", f"{m.parameters:,}")
+    if m.mtp_parameters:
+        table.add_row("parameters of the MTP head", f"{m.mtp_parameters:,}")
+    table.add_row("active a token", f"{m.active_parameters:,}")
+    table.add_row("checkpoint", f"{m.tensors:,} tensors, {m.checkpoint_bytes:,} bytes")
+    table.add_row("positions", f"{m.max_position:,}")
+    for dtype, per_token in m.kv_bytes_per_token.items():
+        table.add_row(
+            f"KV in {dtype}",
+            f"{per_token:,.2f} bytes a token, {m.bytes_per_request[dtype]:,} bytes a request",
+        )
+    fit = m.fit
+    table.add_row(
+        "fits here",
+        f"scale {fit.scale} in {fit.dtype} on {fit.device}: {size(fit.weight_bytes)} of weights "
+        f"and {fit.context_tokens:,} tokens of KV",
+    )
+    return table
+
+
+def count(number: int) -> str:
+    """A large count in the units of the field: 135 M, 284.3 B."""
+    for unit, name in ((1e9, " B"), (1e6, " M"), (1e3, " k")):
+        if number >= unit:
+            return f"{number / unit:.4g}{name}"
+    return str(number)
+
+
+def size(nbytes: int) -> str:
+    """Bytes in decimal units, as checkpoints are published."""
+    for unit, name in ((1e9, " GB"), (1e6, " MB"), (1e3, " kB")):
+        if nbytes >= unit:
+            return f"{nbytes / unit:.4g}{name}"
+    return f"{nbytes} B"
