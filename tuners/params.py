@@ -125,6 +125,11 @@ def _page_not_longer_than_request(settings: Settings, site: Site) -> bool:
     return settings["page_size"] == 0 or page <= _power_of_two_at_least(site.request_tokens)
 
 
+def _backend_reads_kv(settings: Settings, site: Site) -> bool:
+    kv_dtype = _kv_dtype_meaning(settings["kv_dtype"], site)
+    return settings["attention"] != "flashinfer" or kv_dtype in ("bfloat16", "float16")
+
+
 CONSTRAINTS = (
     Constraint(
         reason="token_budget must be at least max_batch",
@@ -135,6 +140,11 @@ CONSTRAINTS = (
         reason="the state of max_batch requests must fit the KV memory",
         needs=("max_batch", "kv_dtype"),
         holds=_state_fits,
+    ),
+    Constraint(
+        reason="the flashinfer backend reads bfloat16 and float16 KV only",
+        needs=("attention", "kv_dtype"),
+        holds=_backend_reads_kv,
     ),
     Constraint(
         reason="page_size must not be longer than the longest request",

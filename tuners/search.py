@@ -16,6 +16,7 @@ import psutil
 from optuna.trial import FrozenTrial, TrialState
 
 from kllm.results.schema import plain
+from kllm.tuners.interrupt import Interrupt
 from kllm.tuners.objective import Goal
 from kllm.tuners.outcome import Outcome, measure, to_plain
 from kllm.tuners.sampler import PointSampler
@@ -25,13 +26,6 @@ from kllm.tuners.study import Trial, read_trial
 CHOOSING_S = 0.05  # how often a trial that is being chosen elsewhere is looked at
 CHOOSING_LIMIT_S = 10.0  # after this its process is taken for dead
 UNOWNED_S = 60.0  # a running trial without an owner for this long was killed while it began
-
-
-class Interrupt:
-    """Whether somebody asked to stop. Set by a signal handler, read between trials."""
-
-    def __init__(self) -> None:
-        self.asked = False
 
 
 class Listener:

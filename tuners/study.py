@@ -17,6 +17,7 @@ from kllm.tuners.sampler import PointSampler
 from kllm.tuners.space import Space, Value
 
 IDENTITY = "kllm"  # study attribute: what the study is about
+EXTRA = "kllm.extra"  # study attribute: what else its first run found out
 
 State = Literal["complete", "stopped", "failed", "pruned", "interrupted", "running"]
 
@@ -81,6 +82,7 @@ def open_study(
     identity: Mapping[str, Any],
     resume: bool,
     sampler: PointSampler,
+    extra: Mapping[str, Any] | None = None,
 ) -> optuna.Study:
     """Create a study, or continue one that is about the same thing.
 
@@ -91,6 +93,7 @@ def open_study(
         identity: everything that makes two studies' trials comparable, as plain data.
         resume: whether the study is expected to exist.
         sampler: suggests its trials.
+        extra: kept with a new study's identity and not compared.
 
     Raises:
         ConfigError: it exists and should not, does not exist and should, or is about something
@@ -114,7 +117,22 @@ def open_study(
         directions=[objective.direction for objective in goal.objectives],
     )
     study.set_user_attr(IDENTITY, plain(identity))
+    study.set_user_attr(EXTRA, plain(extra or {}))
     return study
+
+
+def stored_identity(storage: BaseStorage, name: str) -> dict[str, Any]:
+    """What an existing study is about, with what its first run found out.
+
+    Raises:
+        ConfigError: there is no such study, or kLLM did not make it.
+    """
+    if name not in optuna.get_all_study_names(storage):
+        raise ConfigError(f"there is no study '{name}' to resume in this storage")
+    attrs = optuna.load_study(study_name=name, storage=storage).user_attrs
+    if not isinstance(attrs.get(IDENTITY), Mapping):
+        raise ConfigError(f"study '{name}' was not made by kllm tune; choose another --study")
+    return {**attrs[IDENTITY], **attrs.get(EXTRA, {})}
 
 
 def check_identity(name: str, stored: Any, wanted: Mapping[str, Any]) -> None:

@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 import msgspec
 import psutil
@@ -35,55 +34,52 @@ STOP_GRACE_S = 10.0  # a worker that does not end its run within this is killed
 CLOSE_GRACE_S = 2.0
 
 
-class TrialRunner(Protocol):
-    """Something that measures settings: the engine in a worker, or a recorded grid."""
-
-    def run(
-        self, config: EngineConfig, *, rule: Rule | None = None, timeout_s: float | None = None
-    ) -> Outcome:
-        """Measure one config. Never raises for what the config does to the engine."""
-
-    def close(self) -> None:
-        """Leave nothing behind."""
-
-
 class WorkerRunner:
     """Runs trials in a worker process.
 
     Args:
-        workload: what every trial runs.
         memory_limit_bytes: host memory that a worker may use; None: no limit.
         command: how to start a worker.
-
-    Raises:
-        WorkerError: from `run`, when workers cannot be started at all.
     """
 
     def __init__(
         self,
-        workload: Workload,
         *,
         memory_limit_bytes: int | None = None,
         command: Sequence[str] = WORKER,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.workload = workload
         self.memory_limit_bytes = memory_limit_bytes
         self.command = tuple(command)
         self.clock = clock
         self._worker: _Worker | None = None
 
     def run(
-        self, config: EngineConfig, *, rule: Rule | None = None, timeout_s: float | None = None
+        self,
+        config: EngineConfig,
+        workload: Workload,
+        *,
+        rule: Rule | None = None,
+        timeout_s: float | None = None,
     ) -> Outcome:
-        """Measure one config; see `TrialRunner`."""
+        """Measure one config. Never raises for what the config does to the engine.
+
+        Args:
+            config: of the engine.
+            workload: what it serves.
+            rule: ends a run that has shown enough.
+            timeout_s: for everything, loading included; beyond it the worker is killed.
+
+        Raises:
+            WorkerError: no worker can be started.
+        """
         start = self.clock()
         if self._worker is None or not self._worker.alive:
             self.close()
             self._worker = _Worker(self.command)
         watch = _Watch(self._worker, rule, self.memory_limit_bytes, self.clock)
         limit = None if timeout_s is None else start + timeout_s
-        request = protocol.Run(config, self.workload, self.memory_limit_bytes)
+        request = protocol.Run(config, workload, self.memory_limit_bytes)
         try:
             outcome = watch.follow(request, limit)
         except BaseException:

@@ -1,0 +1,173 @@
+"""`kllm tune`: find the best engine settings for a model, a workload and this machine."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from kllm.cli.console import err, out
+
+if TYPE_CHECKING:
+    from kllm.tuners.tune import Tuned
+
+INTERRUPTED = 130
+DEFAULT_OUTPUT = Path("kllm-results")
+
+
+def tune(
+    model: Annotated[str, typer.Option(help="Preset name, model folder or GGUF file.")],
+    scale: Annotated[str, typer.Option(help="Model scale: auto, full, layers:N or tiny.")] = "auto",
+    workload: Annotated[
+        str | None,
+        typer.Option(help="Load: chat (default), long-context, agent or batch."),
+    ] = None,
+    isl: Annotated[str, typer.Option(help="Prompt tokens, as 512 or 256-768.")] = "",
+    osl: Annotated[str, typer.Option(help="Output tokens, as 128 or 64-192.")] = "",
+    concurrency: Annotated[
+        int | None, typer.Option(min=1, help="Requests in flight, with --isl and --osl.")
+    ] = None,
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="Requests of a trial; default: about 5 s of them.")
+    ] = None,
+    objective: Annotated[
+        list[str] | None,
+        typer.Option(help="goodput (default), throughput or latency; several give a Pareto front."),
+    ] = None,
+    slo: Annotated[
+        str | None,
+        typer.Option(help="Limits, as ttft=2s,tpot=50ms (the default of goodput)."),
+    ] = None,
+    trials: Annotated[int, typer.Option(min=1, help="Trials of the study, all runs of it.")] = 24,
+    timeout: Annotated[
+        float | None, typer.Option(min=0, help="Seconds after which no trial is begun.")
+    ] = None,
+    trial_timeout: Annotated[
+        float | None, typer.Option(min=1, help="Seconds of one trial; default: by a pilot run.")
+    ] = None,
+    storage: Annotated[
+        str, typer.Option(help="journal:PATH or an Optuna URL; default: a journal in --output.")
+    ] = "",
+    study: Annotated[str, typer.Option(help="Study name; default: a new one.")] = "",
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Continue --study, or the newest of this model.")
+    ] = False,
+    fix: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=VALUE", help="Pin a parameter.")
+    ] = None,
+    output: Annotated[Path, typer.Option(help="Folder for results.")] = DEFAULT_OUTPUT,
+    seed: Annotated[int, typer.Option(help="Seed of weights, load and search.")] = 0,
+    device: Annotated[str, typer.Option(help="Device: auto, cpu, cuda or cuda:N.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="Dtype of weights: auto, float32, bfloat16, float16.")
+    ] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Find the best engine settings for a model, a load and this machine."""
+    from kllm.cli.tune_view import view
+    from kllm.config import EngineConfig
+    from kllm.errors import ConfigError
+    from kllm.tuners.setup import Request
+    from kllm.tuners.tune import Options
+    from kllm.tuners.tune import tune as run
+
+    if workload is not None and (isl or osl or concurrency is not None):
+        raise ConfigError(
+            "--workload and --isl/--osl/--concurrency both say what the load is; give one of them"
+        )
+    request = Request(
+        config=EngineConfig(model=model, scale=scale, device=device, dtype=dtype, seed=seed),
+        workload=workload or "chat",
+        isl=isl,
+        osl=osl,
+        concurrency=concurrency,
+        num_requests=requests,
+        objectives=tuple(objective or ()),
+        slo=slo,
+        fixed=tuple(fix or ()),
+        seed=seed,
+    )
+    options = Options(
+        output=output,
+        trials=trials,
+        timeout_s=timeout,
+        trial_timeout_s=trial_timeout,
+        storage=storage,
+        study=study,
+        resume=resume,
+    )
+    with view(err) as watcher:
+        tuned = run(request, options, watcher=watcher)
+    _report(tuned, as_json=as_json)
+
+
+def _report(tuned: "Tuned", *, as_json: bool) -> None:
+    from kllm.errors import KllmError
+    from kllm.results.schema import encode
+
+    if tuned.result is None:
+        _print_interrupted(tuned)
+        raise typer.Exit(INTERRUPTED)
+    if as_json:
+        typer.echo(encode(tuned.result).decode(), nl=False)
+    else:
+        _print_result(tuned)
+    if tuned.sentence:
+        raise KllmError(tuned.sentence)
+    if tuned.interrupted:
+        raise typer.Exit(INTERRUPTED)
+
+
+def _print_interrupted(tuned: "Tuned") -> None:
+    from kllm.tuners.setup import describe
+
+    space, goal = tuned.setup.space, tuned.setup.goal
+    if tuned.best is not None:
+        first = goal.objectives[0]
+        words = describe(tuned.best.settings, space.default, space.free)
+        value = f"{tuned.best.metrics[first.metric]:.4g} {first.unit}"
+        _line(f"best so far: {words}: {first.name} {value} (trial {tuned.best.number})")
+    else:
+        _line("best so far: nothing that meets the SLO")
+    err.print(
+        f"interrupted; everything is stored. Continue with --resume --study {tuned.study}",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _print_result(tuned: "Tuned") -> None:
+    from rich.table import Table
+
+    assert tuned.result is not None
+    assert tuned.files is not None
+    result = tuned.result
+    if tuned.comparison is not None:
+        table = Table("", "recommended", "95 % interval", "default")
+        for name, metric in result.metrics.items():
+            if "." in name or metric.median is None:
+                continue
+            default = result.metrics.get(f"default.{name}")
+            unit = f" ({metric.unit})" if metric.unit else ""
+            ends = f"{metric.ci95[0]:.4g} to {metric.ci95[1]:.4g}" if metric.ci95 else ""
+            other = f"{default.median:.4g}" if default and default.median is not None else ""
+            table.add_row(f"{name}{unit}", f"{metric.median:.4g}", ends, other)
+        out.print(table)
+        _line(f"{result.model} ({result.scale}), fidelity {result.fidelity}, {result.verdict}")
+        if result.boundary:
+            _line(f"boundary: {result.boundary}")
+    importance = result.find_series("importance")
+    if importance is not None and importance.rows:
+        shares = ", ".join(f"{name} {_share(share)}" for name, share in importance.rows)
+        _line(f"what mattered: {shares}")
+    if tuned.files.recipe is not None:
+        _line(f"recipe: {tuned.files.recipe}")
+    _line(f"result: {tuned.files.result}")
+    _line(f"report: {tuned.files.report}")
+
+
+def _share(value: Any) -> str:
+    return f"{value:.0%}"
+
+
+def _line(text: str) -> None:
+    out.print(text, highlight=False, soft_wrap=True, markup=False)

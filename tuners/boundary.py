@@ -1,0 +1,129 @@
+"""Where the winner stops being the best, from what the trials already measured.
+
+Every complete trial keeps its requests, so its goodput under a tighter or looser SLO follows
+without running anything. The factor on the limits at which another setting takes over is the
+boundary of the recommendation.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from kllm.tuners.objective import Goal, Slo
+from kllm.tuners.outcome import measure
+from kllm.tuners.space import Value
+from kllm.tuners.study import Trial
+
+FACTORS = tuple(float(f) for f in np.geomspace(0.25, 4.0, 33))  # on both limits; 1 is among them
+TIE = 0.99  # this share of the best other setting counts as being as good
+NEAR = 0.95  # "within 5 %"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rival:
+    """The best other setting at one factor."""
+
+    factor: float
+    winner: float  # objective, 0 where the SLO is missed
+    other: float
+    trial: Trial | None  # None: no other meets the SLO
+
+
+def sweep(goal: Goal, winner: Trial, trials: Sequence[Trial]) -> list[Rival]:
+    """The winner against the best other complete trial, along the SLO's strictness.
+
+    Goodput and throughput only: both are rates, of which 0 is the worst.
+    """
+    others = [t for t in trials if t.measured and t.number != winner.number]
+    rows = []
+    for factor in FACTORS:
+        slo = goal.slo.scaled(factor)
+        values = [(_value(goal, slo, t), t) for t in others]
+        best, trial = max(values, key=lambda pair: pair[0], default=(0.0, None))
+        rows.append(
+            Rival(
+                factor=factor,
+                winner=_value(goal, slo, winner),
+                other=best,
+                trial=trial if best > 0 else None,
+            )
+        )
+    return rows
+
+
+def _value(goal: Goal, slo: Slo, trial: Trial) -> float:
+    outcome = trial.outcome
+    if outcome is None:
+        return 0.0
+    metrics = measure(outcome, slo)
+    meets = metrics.get("attainment", 0.0) >= slo.attainment
+    return metrics.get(goal.objectives[0].metric, 0.0) if meets else 0.0
+
+
+def region(rows: Sequence[Rival]) -> tuple[float, float] | None:
+    """The factors around 1 for which the winner stays (about) the best; None if it never is."""
+    holds = [row.winner > 0 and row.winner >= TIE * row.other for row in rows]
+    middle = min(range(len(rows)), key=lambda i: abs(np.log(rows[i].factor)))
+    if not holds[middle]:
+        return None
+    low = high = middle
+    while low > 0 and holds[low - 1]:
+        low -= 1
+    while high + 1 < len(rows) and holds[high + 1]:
+        high += 1
+    return rows[low].factor, rows[high].factor
+
+
+def near_values(
+    goal: Goal, winner: Trial, trials: Sequence[Trial], names: Sequence[str]
+) -> dict[str, list[Value]]:
+    """By parameter: the values of complete trials within 5 % of the winner in every objective."""
+    found: dict[str, list[Value]] = {name: [winner.settings[name]] for name in names}
+    for trial in trials:
+        if trial.measured and goal.feasible(trial.metrics) and _near(goal, trial, winner):
+            for name in names:
+                if trial.settings[name] not in found[name]:
+                    found[name].append(trial.settings[name])
+    return {name: sorted(values, key=lambda v: (str(type(v)), v)) for name, values in found.items()}
+
+
+def _near(goal: Goal, trial: Trial, winner: Trial) -> bool:
+    for objective in goal.objectives:
+        value, best = trial.metrics[objective.metric], winner.metrics[objective.metric]
+        ratio = value / best if objective.sign > 0 else best / value
+        if ratio < NEAR:
+            return False
+    return True
+
+
+def statement(
+    goal: Goal, rows: Sequence[Rival], default: Mapping[str, Value], free: Sequence[str]
+) -> str:
+    """The boundary in one sentence, with the swept range."""
+    span = f"{rows[0].factor:g} to {rows[-1].factor:g} times"
+    found = region(rows)
+    if found is None:
+        return f"Another trial was as good or better already at {goal.slo}."
+    low, high = found
+    parts = [
+        f"Best of the measured settings for limits of {low:.2g} to {high:.2g} times {goal.slo}"
+    ]
+    below = next((r for r in reversed(rows) if r.factor < low), None)
+    above = next((r for r in rows if r.factor > high), None)
+    for row, where in ((below, "tighter"), (above, "looser")):
+        if row is None:
+            continue
+        if row.trial is None:
+            parts.append(f"with {where} limits no measured setting meets the SLO")
+        else:
+            words = _settings(row.trial, default, free)
+            parts.append(f"with {where} limits {words} (trial {row.trial.number}) is better")
+    if below is None and above is None:
+        parts.append(f"no crossover within the swept range of {span} the limits")
+    return "; ".join(parts) + "."
+
+
+def _settings(trial: Trial, default: Mapping[str, Value], free: Sequence[str]) -> str:
+    changes = [f"{n}={trial.settings[n]}" for n in free if trial.settings[n] != default[n]]
+    return ", ".join(changes) or "the default"

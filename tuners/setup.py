@@ -1,0 +1,252 @@
+"""From what a user asks for to what is searched: model, workload, space, prior.
+
+Cheap: no weights are loaded. The workload's length and the cost model's overhead come from one
+pilot run of the default settings, which the caller makes (`sized`, `calibrated`).
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from kllm import hardware
+from kllm.attention.base import resolve_attention
+from kllm.bench.base import is_small
+from kllm.bench.costmodel import CostModel, Prediction
+from kllm.bench.workloads import Lengths, Workload, preset
+from kllm.config import EngineConfig
+from kllm.errors import ConfigError
+from kllm.models.devices import free_bytes
+from kllm.models.load import ResolvedModel, rank_bytes, resolve
+from kllm.tuners.objective import Goal
+from kllm.tuners.outcome import Outcome
+from kllm.tuners.params import CONSTRAINTS, PARAMS
+from kllm.tuners.prior import Prior
+from kllm.tuners.space import Settings, Site, Space, Value, parse_fixed
+
+TRIAL_S = 5.0  # length of a trial that the workload is sized for
+FEWEST_ROUNDS = 4  # requests for each one in flight, so that the start does not decide
+FULL_KV = "kv"  # the paged state of families with a choice of attention backends
+AUTO_PAGE = 16  # tokens; the engine's page size 0, where the model's granule allows it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What the user asked for."""
+
+    config: EngineConfig
+    workload: str = "chat"  # a preset's name
+    isl: str = ""  # lengths of an explicit workload: "512" or "256-768"
+    osl: str = ""
+    concurrency: int | None = None
+    num_requests: int | None = None  # None: sized by a pilot run
+    objectives: tuple[str, ...] = ()
+    slo: str | None = None
+    fixed: tuple[str, ...] = ()
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setup:
+    """What is searched."""
+
+    resolved: ResolvedModel
+    base: EngineConfig  # the default settings, with nothing left to "auto" but what is tuned
+    workload: Workload
+    goal: Goal
+    space: Space
+    device_name: str
+    seed: int
+
+    @property
+    def device(self) -> str:
+        """ "cpu" or "cuda"."""
+        return torch.device(self.resolved.device).type
+
+    def identity(self) -> dict[str, Any]:
+        """What two studies must share for their trials to be comparable."""
+        return {
+            "model": self.resolved.name,
+            "scale": self.resolved.scale,
+            "dtype": self.resolved.dtype,
+            "weights": "random" if self.resolved.weights is None else str(self.resolved.weights),
+            "device": self.device_name,
+            "workload": self.workload.to_dict(),
+            "goal": self.goal.to_dict(),
+            "space": self.space.describe(),
+        }
+
+
+def prepare(request: Request) -> Setup:
+    """Find out what is meant and check that it can be.
+
+    Raises:
+        ConfigError: unknown names, conflicting options, values that cannot be used here.
+        CapacityError: a device that is not there.
+        DataError, DependencyError: weights that cannot be found.
+    """
+    goal = Goal.of(request.objectives, request.slo)
+    resolved = resolve(request.config)
+    device = torch.device(resolved.device)
+    base = replace(
+        request.config, scale=resolved.scale, dtype=resolved.dtype, device=resolved.device
+    )
+    workload = workload_of(request, resolved)
+    fixed = parse_fixed(request.fixed, PARAMS, base)
+    machine = hardware.detect()
+    on_gpu = device.type == "cuda"
+    return Setup(
+        resolved=resolved,
+        base=base,
+        workload=workload,
+        goal=goal,
+        space=Space(
+            PARAMS, CONSTRAINTS, site=site_of(resolved, base, workload), base=base, fixed=fixed
+        ),
+        device_name=machine.gpus[device.index or 0].name if on_gpu else machine.cpu,
+        seed=request.seed,
+    )
+
+
+def workload_of(request: Request, resolved: ResolvedModel) -> Workload:
+    """The preset, or the explicit lengths, that the request names.
+
+    Raises:
+        ConfigError: lengths without concurrency or the other way round, or too long.
+    """
+    longest = request.config.max_model_len or resolved.config.max_position_embeddings
+    explicit = (bool(request.isl), bool(request.osl), request.concurrency is not None)
+    if any(explicit):
+        if not all(explicit):
+            raise ConfigError("--isl, --osl and --concurrency belong together; give all three")
+        workload = Workload(
+            name="custom",
+            isl=Lengths.parse(request.isl),
+            osl=Lengths.parse(request.osl),
+            concurrency=request.concurrency,
+            num_requests=FEWEST_ROUNDS * (request.concurrency or 1),
+            seed=request.seed,
+        )
+        if workload.max_tokens > longest:
+            raise ConfigError(
+                f"the longest request has {workload.max_tokens} tokens and the model holds "
+                f"{longest}; choose shorter --isl or --osl"
+            )
+    else:
+        small = is_small(resolved.scale, resolved.device)
+        workload = preset(request.workload, max_model_len=longest, small=small, seed=request.seed)
+    if request.num_requests is not None:
+        workload = replace(workload, num_requests=request.num_requests)
+    return workload
+
+
+def site_of(resolved: ResolvedModel, base: EngineConfig, workload: Workload) -> Site:
+    """The facts about model, machine and workload that decide which values can be used."""
+    device = torch.device(resolved.device)
+    spec = resolved.family.cache_spec(resolved.config)
+    granule = spec.page_granule
+    kv_dtypes = kv_dtypes_here(resolved.dtype)
+    formats = [resolved.dtype if name == "auto" else name for name in kv_dtypes]
+    free = free_bytes(device) - rank_bytes(
+        resolved.family.manifest(resolved.config), resolved.parallel, resolved.dtype
+    )
+    memory = base.cache.memory_bytes or int(free * base.cache.memory_fraction)
+    full_kv = any(state.name == FULL_KV for state in spec.paged)
+    return Site(
+        device="cuda" if device.type == "cuda" else "cpu",
+        dtype=resolved.dtype,
+        page_granule=granule,
+        default_page_size=math.lcm(granule, AUTO_PAGE) if granule < AUTO_PAGE else granule,
+        attention_backends=attention_here(resolved, device) if full_kv else (),
+        kv_dtypes=kv_dtypes,
+        concurrency=workload.concurrency or workload.num_requests,
+        prompt_tokens=max(row.isl for row in workload.shapes()),
+        request_tokens=workload.max_tokens,
+        kv_memory_bytes=max(memory, 0),
+        request_state_bytes={name: spec.bytes_per_request(name) for name in formats},
+    )
+
+
+def kv_dtypes_here(dtype: str) -> tuple[str, ...]:
+    """KV dtypes that hold no more than the compute dtype: more would only cost memory."""
+    narrower = {"float32": ("bfloat16",), "bfloat16": (), "float16": ()}[dtype]
+    return ("auto", *narrower, "fp8")
+
+
+def attention_here(resolved: ResolvedModel, device: torch.device) -> tuple[str, ...]:
+    """Usable attention backends, the engine's own choice first."""
+    head_dim = int(resolved.config.head_dim)
+    chosen = resolve_attention("auto", device, head_dim, resolved.kv_dtype)
+    usable = [chosen, "torch"]
+    if device.type == "cuda" and find_spec("triton"):
+        usable.append("triton")
+    return tuple(dict.fromkeys(usable))
+
+
+def sized(workload: Workload, pilot: Outcome) -> Workload:
+    """The workload with as many requests as take about TRIAL_S, by a run of it."""
+    in_flight = workload.concurrency or 1
+    wanted = pilot.num_requests * TRIAL_S / max(pilot.run_s, 1e-3)
+    rounds = max(FEWEST_ROUNDS, round(wanted / in_flight))
+    return replace(workload, num_requests=rounds * in_flight)
+
+
+Predict = Callable[[Settings], Prediction]
+
+
+def predictor(setup: Setup, ceilings: hardware.Ceilings, *, overhead_s: float = 0.0) -> Predict:
+    """The cost model's prediction for settings, with a constant added to each step."""
+
+    def predict(settings: Settings) -> Prediction:
+        config = setup.space.config(settings)
+        auto = config.cache.dtype == "auto"
+        kv_dtype = setup.resolved.dtype if auto else config.cache.dtype
+        model = CostModel.of(replace(setup.resolved, kv_dtype=kv_dtype), ceilings)
+        return model.predict(setup.workload, config.scheduler, step_overhead_s=overhead_s)
+
+    return predict
+
+
+def calibrated_overhead(setup: Setup, ceilings: hardware.Ceilings, pilot: Outcome) -> float:
+    """Seconds that a step takes beyond the cost model's floor, from a run of the default."""
+    seen = [row.tpot_s for row in pilot.requests if row.tpot_s is not None]
+    if not seen:
+        return 0.0
+    modelled = predictor(setup, ceilings)(setup.space.default).tpot_s
+    return max(0.0, sum(seen) / len(seen) - modelled)
+
+
+def prior_of(setup: Setup, predict: Predict) -> Prior | None:
+    """Predictions of the first objective for every point, as "more is better"."""
+    name, slo = setup.goal.objectives[0].name, setup.goal.slo
+    tokens = mean_output_tokens(setup.workload)
+
+    def value(settings: Settings) -> float:
+        seen = predict(settings)
+        if name == "latency":
+            return 1 / (seen.ttft_s + seen.tpot_s * (tokens - 1))
+        # Means stand in for the distribution: beyond a limit, goodput falls off.
+        fits = min(1.0, slo.ttft_s / seen.ttft_s) * min(1.0, slo.tpot_s / seen.tpot_s)
+        return seen.output_tokens_per_s * (fits if name == "goodput" else 1.0)
+
+    return Prior.of(setup.space, value)
+
+
+def mean_output_tokens(workload: Workload) -> float:
+    """Of a request."""
+    rows = workload.shapes()
+    return sum(row.osl for row in rows) / len(rows)
+
+
+def changed(settings: Settings, default: Settings) -> dict[str, Value]:
+    """The settings that differ from the default."""
+    return {name: value for name, value in settings.items() if value != default[name]}
+
+
+def describe(settings: Settings, default: Settings, free: Sequence[str]) -> str:
+    """Settings in one line: what differs from the default, or that nothing does."""
+    parts = [f"{k}={v}" for k, v in changed(settings, default).items() if k in free]
+    return ", ".join(parts) or "the default settings"

@@ -1,0 +1,314 @@
+"""`kllm tune` as a library call: prepare, search, measure the winner again, write."""
+
+import math
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import optuna
+
+from kllm import hardware
+from kllm.bench.workloads import Workload
+from kllm.errors import ConfigError, DataError, KllmError
+from kllm.results.schema import RunResult
+from kllm.results.store import slug
+from kllm.tuners import output
+from kllm.tuners.finish import Comparison, compare
+from kllm.tuners.interrupt import Interrupt, listening
+from kllm.tuners.outcome import Outcome
+from kllm.tuners.sampler import PointSampler
+from kllm.tuners.search import Listener, Search
+from kllm.tuners.setup import (
+    Request,
+    Setup,
+    calibrated_overhead,
+    describe,
+    predictor,
+    prepare,
+    prior_of,
+    sized,
+)
+from kllm.tuners.space import Settings
+from kllm.tuners.stopping import rules_for
+from kllm.tuners.storage import JOURNAL, open_storage
+from kllm.tuners.study import Trial, newest_study, open_study, stored_identity
+from kllm.tuners.trial import WorkerRunner, memory_limit
+
+TRIALS = 24
+TIMEOUT_FACTOR = 10  # times what the pilot took, weights included
+TIMEOUT_FLOOR_S = 60.0
+OVERHEAD = "step_overhead_s"  # what a study's first run found out
+TRIAL_TIMEOUT = "trial_timeout_s"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """How to search; what to search is in `Request`."""
+
+    output: Path
+    trials: int = TRIALS
+    timeout_s: float | None = None
+    trial_timeout_s: float | None = None  # None: from the pilot run
+    storage: str = ""  # "": a journal file in the output folder
+    study: str = ""  # "": a new name, or on resume the newest
+    resume: bool = False
+
+    @property
+    def storage_url(self) -> str:
+        """Where studies are kept."""
+        return self.storage or f"{JOURNAL}{self.output / 'tune.journal'}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tuned:
+    """How a call ended."""
+
+    study: str
+    setup: Setup
+    best: Trial | None
+    interrupted: bool
+    result: RunResult | None = None  # None: interrupted before the end
+    files: output.Files | None = None
+    comparison: Comparison | None = None
+    sentence: str = ""  # why nothing can be recommended
+
+
+class Watcher(Listener):
+    """What a user interface is told besides the trials; the base class ignores it."""
+
+    def note(self, sentence: str) -> None:
+        """Something worth a line."""
+
+    def begun(self, study: str, setup: Setup, trials: int) -> None:
+        """The search begins."""
+
+    def comparing(self, done: int, total: int) -> None:
+        """The winner is measured against the default."""
+
+
+def tune(
+    request: Request,
+    options: Options,
+    *,
+    watcher: Watcher | None = None,
+    runner: WorkerRunner | None = None,
+) -> Tuned:
+    """Tune.
+
+    Raises:
+        ConfigError, CapacityError, DataError: before anything is run, for what cannot be.
+        KllmError: the default settings cannot run, or every trial failed.
+    """
+    # Optuna would log every trial and warn of what it calls experimental.
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    watcher, interrupt = watcher or Watcher(), Interrupt()
+    begin, started_at = time.monotonic(), datetime.now(UTC)
+    setup = prepare(request)
+    check_writable(options.output)
+    runner = runner or WorkerRunner(memory_limit_bytes=memory_limit(setup.device))
+    with listening(interrupt, lambda: watcher.note(STOPPING)):
+        try:
+            session = _Session(setup, request, options, watcher, runner, interrupt)
+            session.open()
+            try:
+                ended = session.search.run(trials=options.trials, timeout_s=options.timeout_s)
+            except KeyboardInterrupt:
+                ended = "interrupted"
+            if ended == "interrupted":
+                best = session.feasible_best()
+                return Tuned(study=session.name, setup=session.setup, best=best, interrupted=True)
+            return session.finish(ended, started_at, lambda: time.monotonic() - begin)
+        finally:
+            runner.close()
+
+
+STOPPING = "Stopping after the running trial; press Ctrl-C again to stop at once."
+
+
+def check_writable(folder: Path) -> None:
+    """Make the output folder now: an hour later is too late to learn that it cannot be.
+
+    Raises:
+        DataError: it cannot be made or written.
+    """
+    probe = folder / ".kllm-write-test"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        raise DataError(
+            f"the output folder {folder} cannot be written ({error.strerror}); "
+            "choose another with --output"
+        ) from error
+
+
+class _Session:
+    """One run of `tune`."""
+
+    def __init__(
+        self,
+        setup: Setup,
+        request: Request,
+        options: Options,
+        watcher: Watcher,
+        runner: WorkerRunner,
+        interrupt: Interrupt,
+    ) -> None:
+        self.setup, self.request, self.options = setup, request, options
+        self.watcher, self.runner, self.interrupt = watcher, runner, interrupt
+        self.storage = open_storage(options.storage_url)
+        self.name = options.study
+        self.timeout_s = options.trial_timeout_s
+        self.search: Search
+
+    def open(self) -> None:
+        """Find or create the study; a new one begins with a pilot run."""
+        setup, ceilings = self.setup, hardware.ceilings(self.setup.resolved.device)
+        if self.options.resume:
+            self.name = self.name or newest_study(self.storage, setup.identity())
+            stored = stored_identity(self.storage, self.name)
+            if self.request.num_requests is None:
+                count = int(stored["workload"].get("num_requests", setup.workload.num_requests))
+                setup = self._with_workload(replace(setup.workload, num_requests=count))
+            overhead = float(stored.get(OVERHEAD, 0.0))
+            if self.timeout_s is None:
+                self.timeout_s = stored.get(TRIAL_TIMEOUT)
+        else:
+            self.name = self.name or default_name(setup)
+            if self.name in optuna.get_all_study_names(self.storage):
+                raise ConfigError(
+                    f"study '{self.name}' exists already; continue it with --resume or choose "
+                    "another --study"
+                )
+            pilot = self._pilot()
+            if self.request.num_requests is None:
+                setup = self._with_workload(sized(setup.workload, pilot))
+            overhead = calibrated_overhead(setup, ceilings, pilot)
+            if self.timeout_s is None:
+                self.timeout_s = max(TIMEOUT_FLOOR_S, TIMEOUT_FACTOR * pilot.total_s)
+        prior = prior_of(setup, predictor(setup, ceilings, overhead_s=overhead))
+        sampler = PointSampler(setup.space, setup.goal, prior=prior, seed=setup.seed)
+        study = open_study(
+            self.storage,
+            self.name,
+            goal=setup.goal,
+            identity=setup.identity(),
+            resume=self.options.resume,
+            sampler=sampler,
+            extra={OVERHEAD: overhead, TRIAL_TIMEOUT: self.timeout_s},
+        )
+        self.search = Search(
+            study,
+            setup.space,
+            setup.goal,
+            sampler,
+            self._measure,
+            listener=self.watcher,
+            interrupt=self.interrupt,
+        )
+        self.watcher.begun(self.name, setup, self.options.trials)
+
+    def _with_workload(self, workload: Workload) -> Setup:
+        self.setup = replace(self.setup, workload=workload)
+        return self.setup
+
+    def _pilot(self) -> Outcome:
+        """Run the default settings once: whether they work at all, and how long they take."""
+        self.watcher.note("Loading the model and running the default settings once.")
+        outcome = self._run(self.setup.space.default)
+        if outcome.state == "failed":
+            raise KllmError(f"the default settings cannot run: {outcome.reason}")
+        return outcome
+
+    def _run(self, settings: Settings) -> Outcome:
+        config = self.setup.space.config(settings)
+        return self.runner.run(config, self.setup.workload, timeout_s=self.timeout_s)
+
+    def _measure(self, settings: Settings, best: Trial | None) -> Outcome:
+        rule = rules_for(
+            self.setup.goal,
+            concurrency=self.setup.workload.concurrency,
+            best=best.outcome if best else None,
+            best_metrics=best.metrics if best else {},
+        )
+        config = self.setup.space.config(settings)
+        workload = self.setup.workload
+        return self.runner.run(config, workload, rule=rule, timeout_s=self.timeout_s)
+
+    def feasible_best(self) -> Trial | None:
+        """The best complete trial, if it meets the SLO."""
+        best = self.search.best()
+        return best if best is not None and self.setup.goal.feasible(best.metrics) else None
+
+    def finish(self, ended: str, started_at: datetime, seconds: Any) -> Tuned:
+        """Measure the winner again and write everything."""
+        setup, trials = self.setup, self.search.trials()
+        best, comparison, sentence = self.feasible_best(), None, ""
+        if best is None:
+            sentence = nothing_meets(setup, trials)
+        else:
+            comparison = compare(
+                setup.goal,
+                best,
+                setup.space.default,
+                self._run,
+                progress=self.watcher.comparing,
+                asked_to_stop=lambda: self.interrupt.asked,
+            )
+        findings = output.Findings(
+            study=self.name,
+            setup=setup,
+            trials=trials,
+            best=best,
+            comparison=comparison,
+            sentence=sentence,
+            ended=ended,
+            started_at=started_at,
+            duration_s=seconds(),
+            command=tuple(sys.argv),
+        )
+        result, files = output.write(findings, self.options.output)
+        return Tuned(
+            study=self.name,
+            setup=setup,
+            best=best,
+            interrupted=self.interrupt.asked,
+            result=result,
+            files=files,
+            comparison=comparison,
+            sentence=sentence,
+        )
+
+
+def default_name(setup: Setup) -> str:
+    """A new name for each call: model, workload and time."""
+    now = datetime.now(UTC)
+    return slug(f"tune-{setup.resolved.name}-{setup.workload.name}-{now:%Y%m%dT%H%M%S}")
+
+
+def nothing_meets(setup: Setup, trials: list[Trial]) -> str:
+    """Why nothing can be recommended, one sentence with the best that was attained."""
+    tried = [t for t in trials if "attainment" in t.metrics]
+    if not tried:
+        reasons = [t.reason for t in trials if t.reason]
+        return f"no trial gave a figure; the last one: {reasons[-1] if reasons else 'none ran'}"
+
+    def merit(metrics: Mapping[str, float]) -> tuple[float, float]:
+        return metrics["attainment"], -metrics.get("e2e_p50_ms", math.inf)
+
+    best = max(tried, key=lambda t: merit(t.metrics))
+    words = describe(best.settings, setup.space.default, setup.space.free)
+    seen = ", ".join(
+        f"p90 {name.upper()} {best.metrics[f'{name}_p90_ms']:.3g} ms"
+        for name in ("ttft", "tpot")
+        if f"{name}_p90_ms" in best.metrics
+    )
+    return (
+        f"no setting meets {setup.goal.slo}; the closest, {words}, meets the limits for "
+        f"{best.metrics['attainment']:.0%} of requests ({seen}); relax --slo or lower the load"
+    )
