@@ -29,7 +29,8 @@ def fill_random(model: CausalLM, family: Any, seed: int) -> None:
     with torch.no_grad():
         for name, tensor in _tensors(model):
             generator = torch.Generator(tensor.device)
-            generator.manual_seed((seed << 32) + zlib.crc32(name.encode()))
+            # 32 bits: the CPU generator ignores the others.
+            generator.manual_seed(zlib.crc32(f"{seed} {name}".encode()))
             if special is None or not special(model.config, name, tensor, generator):
                 _fill(name, tensor, generator)
 

@@ -1,0 +1,160 @@
+"""Checkpoints are read completely, rank by rank, and damage is reported by name."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from kllm.errors import DataError
+from kllm.models.base import Groups
+from kllm.models.weights import INDEX, SafetensorsFolder, fill
+from kllm.quant import fp4, fp8
+from tests.models.checkpoints import (
+    EXPERTS,
+    HIDDEN,
+    Rank,
+    Toy,
+    manifest,
+    released_tensors,
+    write_sharded,
+)
+
+SOLO = Rank(0, 1)
+
+
+def groups(ffn: Rank = SOLO, ep: Rank = SOLO) -> Groups:
+    return Groups(SOLO, ffn, SOLO, ep)  # type: ignore[arg-type]
+
+
+def load(folder: Path, layout: Groups, mtp: bool = False) -> dict[str, Tensor]:
+    model = Toy(layout, mtp)
+    fill(model, manifest(), SafetensorsFolder(folder), layout)
+    return model.state_dict()
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_sharded(tmp_path, released_tensors())
+    return tmp_path
+
+
+def test_every_released_tensor_lands_dequantised_in_its_place(folder: Path) -> None:
+    stored, got = released_tensors(), load(folder, groups(), mtp=True)
+    for k, name in enumerate(("gate_proj", "up_proj")):
+        scale = stored[f"{name}.weight_scale_inv"]
+        want = fp8.dequantize(stored[f"{name}.weight"], scale, (128, 128))
+        assert torch.equal(got["up.weight"][k * HIDDEN : (k + 1) * HIDDEN], want)
+    want = fp8.dequantize(stored["w2.weight"], stored["w2.scale"], (128, 128))
+    assert torch.equal(got["down.weight"], want)
+    for e in range(EXPERTS):
+        for k, name in enumerate(("w1", "w3")):
+            prefix = f"experts.{e}.{name}."
+            want = fp4.dequantize(stored[prefix + "weight"], stored[prefix + "scale"])
+            assert torch.equal(got["experts.w13"][e, k * HIDDEN : (k + 1) * HIDDEN], want)
+    assert torch.equal(got["norm"], stored["norm.weight"].float())
+    assert torch.equal(got["table"], stored["tid2eid"])
+    assert torch.equal(got["mtp_norm"], stored["mtp.norm.weight"])
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_ranks_read_the_slices_of_what_one_rank_reads(folder: Path, size: int) -> None:
+    """HIDDEN / 4 = 48 rows start inside a block of 128 and inside a group of 32."""
+    whole = load(folder, groups())
+    parts = [load(folder, groups(Rank(r, size), Rank(r, size))) for r in range(size)]
+    gates, ups = zip(*(part["up.weight"].chunk(2) for part in parts), strict=True)
+    assert torch.equal(torch.cat((*gates, *ups)), whole["up.weight"])
+    assert torch.equal(torch.cat([p["down.weight"] for p in parts], 1), whole["down.weight"])
+    assert torch.equal(torch.cat([p["experts.w13"] for p in parts]), whole["experts.w13"])
+    for part in parts:
+        assert torch.equal(part["norm"], whole["norm"])
+
+
+def test_each_rank_reads_only_its_part(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    read: dict[str, int] = {}
+    original = SafetensorsFolder.read
+
+    def spy(self: SafetensorsFolder, name: str, part: tuple[slice, ...]) -> Tensor:
+        tensor = original(self, name, part)
+        read[name] = tensor.numel()
+        return tensor
+
+    monkeypatch.setattr(SafetensorsFolder, "read", spy)
+    load(folder, groups(Rank(1, 4), Rank(1, 4)))
+    sizes = {name: tensor.numel() for name, tensor in released_tensors().items()}
+    for name in ("gate_proj.weight", "up_proj.weight", "w2.weight"):
+        assert read[name] * 4 == sizes[name]
+    experts = {name.split(".")[1] for name in read if name.startswith("experts.")}
+    assert experts == {"1"}
+
+
+def test_a_single_file_needs_no_index(tmp_path: Path) -> None:
+    save_file(released_tensors(), tmp_path / "model.safetensors")
+    assert torch.isfinite(load(tmp_path, groups())["up.weight"]).all()
+
+
+def test_missing_tensors_are_named(tmp_path: Path) -> None:
+    tensors = released_tensors()
+    del tensors["w2.weight"], tensors["experts.3.w1.weight"]
+    write_sharded(tmp_path, tensors)
+    with pytest.raises(DataError, match=r"lacks 2 of 13 tensors: w2\.weight, experts\.3\.w1"):
+        load(tmp_path, groups())
+
+
+def test_missing_scales_are_named(tmp_path: Path) -> None:
+    tensors = released_tensors()
+    del tensors["w2.scale"]
+    write_sharded(tmp_path, tensors)
+    with pytest.raises(DataError, match=r"its scales w2\.scale are missing"):
+        load(tmp_path, groups())
+
+
+def test_a_wrong_shape_is_reported_with_both_shapes(tmp_path: Path) -> None:
+    write_sharded(tmp_path, released_tensors() | {"norm.weight": torch.zeros(5)})
+    with pytest.raises(DataError, match=r"norm\.weight has shape \[5\] .* asks for \[320\]"):
+        load(tmp_path, groups())
+
+
+def test_a_truncated_shard_is_reported(folder: Path) -> None:
+    shard = folder / "model-00002-of-00003.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-100])
+    with pytest.raises(DataError, match=r"model-00002-of-00003\.safetensors cannot be read"):
+        load(folder, groups())
+
+
+def test_a_missing_shard_is_reported(folder: Path) -> None:
+    (folder / "model-00003-of-00003.safetensors").unlink()
+    with pytest.raises(DataError, match=r"lacks 1 shard files .* model-00003"):
+        load(folder, groups())
+
+
+def test_a_tensor_that_only_the_index_knows_is_reported(folder: Path) -> None:
+    index = json.loads((folder / INDEX).read_text())
+    index["weight_map"]["norm.weight"] = "model-00001-of-00003.safetensors"
+    index["weight_map"]["tid2eid"] = "model-00001-of-00003.safetensors"
+    (folder / INDEX).write_text(json.dumps(index))
+    with pytest.raises(DataError, match=r"lacks tensor \S+ of the index"):
+        load(folder, groups())
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"weight_map": 3}'])
+def test_a_broken_index_is_reported(folder: Path, text: str) -> None:
+    (folder / INDEX).write_text(text)
+    with pytest.raises(DataError, match="cannot be read as a shard index"):
+        load(folder, groups())
+
+
+def test_an_empty_folder_is_reported(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="holds no tensors"):
+        load(tmp_path, groups())
+
+
+def test_plain_weights_of_a_quantised_family_are_read_as_they_are(tmp_path: Path) -> None:
+    """The BF16 twin of an FP8 release has the same names and no scales."""
+    tensors = released_tensors()
+    plain = torch.randn(320, 192).bfloat16()
+    del tensors["w2.scale"]
+    write_sharded(tmp_path, tensors | {"w2.weight": plain})
+    assert torch.equal(load(tmp_path, groups())["down.weight"], plain.float())
