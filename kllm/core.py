@@ -53,13 +53,21 @@ class SamplingParams:
         return self.temperature == 0 or self.top_k == 1
 
 
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log probability of a chosen token and of the likeliest ones (natural log)."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()  # (token id, log probability), likeliest first
+
+
 class FinishReason(enum.StrEnum):
     """Why a request ended."""
 
     LENGTH = "length"
     STOP = "stop"
     ABORT = "abort"
-    ERROR = "error"
 
 
 class Status(enum.Enum):
@@ -82,8 +90,11 @@ class Request:
     status: Status = Status.WAITING
     output_ids: list[int] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    error: str = ""  # the sentence for FinishReason.ERROR
     preemptions: int = 0
+    logprobs: list[TokenLogprobs] = field(default_factory=list)  # [output], only if asked for
+    text: str = ""  # of the output so far, only if it is detokenised
+    order: int = 0  # arrival number: ties of priority go to the older request
+    row: int = -1  # state row while it runs, else -1
 
     @property
     def num_tokens(self) -> int:
@@ -114,15 +125,6 @@ class Plan:
     def num_tokens(self) -> int:
         """T: query tokens of all requests."""
         return len(self.token_ids)
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """Log probability of a chosen token and of the likeliest ones (natural log)."""
-
-    token_id: int
-    logprob: float
-    top: tuple[tuple[int, float], ...] = ()  # (token id, log probability), likeliest first
 
 
 @dataclass(slots=True)

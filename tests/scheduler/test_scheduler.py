@@ -1,0 +1,169 @@
+"""Every request gets the tokens it would get alone, whatever else runs, and nothing leaks."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kllm.config import SchedulerConfig
+from kllm.core import FinishReason
+from kllm.errors import ConfigError
+from kllm.scheduler.scheduler import Scheduler
+from tests.scheduler.driver import Driver, expected, finished, next_token
+
+PROMPT = st.lists(st.integers(0, 50), min_size=1, max_size=20)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    arrivals=st.lists(
+        st.tuples(PROMPT, st.integers(1, 20), st.integers(0, 2), st.integers(0, 6)),
+        min_size=1,
+        max_size=12,
+    ),
+    num_pages=st.integers(8, 40),
+    page_size=st.sampled_from([1, 3, 4, 16]),
+    max_batch=st.integers(1, 6),
+    extra_budget=st.integers(0, 20),
+    aborts=st.sets(st.integers(0, 11), max_size=3),
+)
+def test_any_mixture_gives_each_request_its_own_tokens(
+    arrivals: list[tuple[list[int], int, int, int]],
+    num_pages: int,
+    page_size: int,
+    max_batch: int,
+    extra_budget: int,
+    aborts: set[int],
+) -> None:
+    """Random arrivals, priorities, aborts and pools; the books balance after every step."""
+    driver = Driver(num_pages, page_size, max_batch, max_batch + extra_budget)
+    room = num_pages * page_size
+    requests = []
+    for i, (prompt, max_tokens, priority, pause) in enumerate(arrivals):
+        if len(prompt) >= room:
+            with pytest.raises(ConfigError, match="tokens a request"):
+                driver.add(prompt, max_tokens, priority)
+            continue
+        request = driver.add(prompt, max_tokens, priority)
+        for _ in range(pause):
+            driver.step()
+        if i in aborts and not finished(request):
+            driver.scheduler.abort(request)
+        requests.append((request, prompt, max_tokens))
+    driver.run()
+    assert driver.scheduler.pages.free == num_pages
+    assert driver.scheduler.rows.free == max_batch
+    for request, prompt, max_tokens in requests:
+        want = expected(prompt, max_tokens, room)
+        if request.finish_reason is FinishReason.ABORT:
+            want = want[: len(request.output_ids)]
+        assert request.output_ids == want
+
+
+def test_full_pool_preempts_the_youngest_and_recomputes_it() -> None:
+    driver = Driver(num_pages=6, page_size=4, max_batch=3, token_budget=24)
+    old, young = driver.add([1] * 7, 12), driver.add([2] * 7, 12)
+    driver.run()
+    assert (old.preemptions, young.preemptions) == (0, 1)
+    assert young.output_ids == expected([2] * 7, 12, 24)
+
+
+def test_last_running_request_may_fill_the_whole_pool() -> None:
+    driver = Driver(num_pages=4, page_size=4, max_batch=2, token_budget=8)
+    request = driver.add([5] * 3, 100)
+    driver.run()
+    assert len(request.output_ids) == 13
+    assert request.finish_reason is FinishReason.LENGTH
+
+
+def test_prompts_are_prefilled_while_others_decode() -> None:
+    """A long prompt does not stop decoding, and decoding does not stop it."""
+    driver = Driver(num_pages=64, page_size=4, max_batch=4, token_budget=8)
+    talker = driver.add([1], 40)
+    driver.step()
+    driver.add([2] * 30, 1)
+    before = len(talker.output_ids)
+    for _ in range(5):
+        driver.step()
+    assert len(talker.output_ids) == before + 5
+    prefilled = [int(p.query_lens.max()) for p in driver.plans[1:6]]
+    assert prefilled == [7, 7, 7, 7, 2]
+
+
+def test_decode_only_steps_reuse_tables_across_page_boundaries() -> None:
+    driver = Driver(num_pages=64, page_size=2, max_batch=3, token_budget=16)
+    requests = [driver.add([i] * 3, 25) for i in range(3)]
+    driver.run()
+    for i, request in enumerate(requests):
+        assert request.output_ids == expected([i] * 3, 25, 128)
+
+
+def test_higher_priority_takes_a_seat_when_all_are_full() -> None:
+    driver = Driver(num_pages=64, page_size=4, max_batch=1, token_budget=8)
+    low = driver.add([1, 2], 30, priority=1)
+    driver.step()
+    high = driver.add([3, 4], 3, priority=0)
+    for _ in range(4):
+        driver.step()
+    assert finished(high)
+    assert not finished(low)
+    driver.run()
+    assert low.preemptions == 1
+    assert low.output_ids == expected([1, 2], 30, 256)
+
+
+def test_equal_priorities_do_not_take_seats_from_each_other() -> None:
+    driver = Driver(num_pages=64, page_size=4, max_batch=1, token_budget=8)
+    first, second = driver.add([1], 5), driver.add([2], 5)
+    driver.run()
+    assert (first.preemptions, second.preemptions) == (0, 0)
+
+
+def test_waiting_requests_enter_in_order_of_arrival() -> None:
+    driver = Driver(num_pages=64, page_size=4, max_batch=1, token_budget=8)
+    requests = [driver.add([i], 2) for i in range(5)]
+    done = []
+    while len(done) < 5:
+        done += driver.step()
+    assert done == requests
+
+
+def test_end_of_sequence_token_ends_a_request() -> None:
+    first = next_token([1, 2, 3])
+    driver = Driver(eos=(first,))
+    request = driver.add([1, 2, 3], 10)
+    driver.run()
+    assert request.finish_reason is FinishReason.STOP
+    assert request.output_ids == [first]
+
+
+@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize("budget", [1, 16, 128])
+def test_any_chunk_size_works_also_below_a_page(budget: int, page_size: int) -> None:
+    driver = Driver(
+        num_pages=300 // page_size, page_size=page_size, max_batch=1, token_budget=budget
+    )
+    request = driver.add(list(range(100)), 5)
+    driver.run()
+    assert request.output_ids == expected(list(range(100)), 5, 300)
+
+
+def test_budget_below_the_batch_is_refused() -> None:
+    with pytest.raises(ConfigError, match="token_budget 3 is smaller than max_batch 4"):
+        Scheduler(
+            SchedulerConfig(max_batch=4, token_budget=3),
+            num_pages=4,
+            page_size=4,
+            max_model_len=16,
+        )
+
+
+def test_no_request_starves_under_a_stream_of_later_arrivals() -> None:
+    driver = Driver(num_pages=10, page_size=4, max_batch=3, token_budget=12)
+    early = driver.add([1] * 24, 4)
+    steps = 0
+    while not finished(early):
+        if steps % 2 == 0:
+            driver.add([2] * 3, 3)
+        driver.step()
+        steps += 1
+        assert steps < 100
