@@ -1,0 +1,76 @@
+"""What a full step needs besides weights and KV, measured by running one."""
+
+import numpy as np
+import torch
+
+from kllm.attention.context import ForwardContext
+from kllm.cache.pool import KVPool
+from kllm.config import EngineConfig
+from kllm.core import Plan
+from kllm.engine.memory import page_size
+from kllm.errors import CapacityError
+from kllm.models.base import CausalLM
+
+# The step that is measured holds one fresh prompt; long contexts and captured graphs need more.
+MARGIN = 1.25
+
+
+def activation_bytes(
+    config: EngineConfig, model: CausalLM, kv_dtype: str, dtype: torch.dtype, device: torch.device
+) -> int:
+    """Peak bytes of a step that fills the token budget, with a margin; 0 on a CPU.
+
+    Raises:
+        CapacityError: when not even that step fits beside the weights.
+    """
+    if device.type != "cuda":
+        return 0
+    tokens = min(config.scheduler.token_budget, model.config.max_position_embeddings)
+    try:
+        peak = _run_once(
+            model, tokens, page_size(config, model.cache_spec), kv_dtype, dtype, device
+        )
+    except torch.OutOfMemoryError:
+        raise CapacityError(
+            f"a step of {tokens} tokens does not fit beside the weights; use a smaller scale "
+            "or a smaller token budget"
+        ) from None
+    finally:
+        torch.cuda.empty_cache()
+    logits = 3 * 4 * config.scheduler.max_batch * model.config.vocab_size  # float32, while sampling
+    return int(MARGIN * peak) + logits
+
+
+@torch.inference_mode()
+def _run_once(
+    model: CausalLM, tokens: int, page: int, kv_dtype: str, dtype: torch.dtype, device: torch.device
+) -> int:
+    num_pages = -(-tokens // page)
+    pool = KVPool(
+        model.cache_spec,
+        num_pages=num_pages,
+        page_size=page,
+        max_batch=1,
+        kv_dtype=kv_dtype,
+        compute_dtype=dtype,
+        device=device,
+    )
+    plan = Plan(
+        step=0,
+        num_decodes=int(tokens == 1),
+        rows=np.zeros(1, np.int32),
+        query_lens=np.array([tokens], np.int32),
+        context_lens=np.array([tokens], np.int32),
+        token_ids=np.arange(tokens, dtype=np.int64) % model.config.vocab_size,
+        positions=np.arange(tokens, dtype=np.int64),
+        block_tables=np.arange(num_pages, dtype=np.int32)[None],
+        samples=np.ones(1, bool),
+    )
+    torch.cuda.synchronize(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    ctx = ForwardContext.from_plan(plan, pool, device)
+    model.prepare(ctx)
+    model.logits(model(ctx)[-1:])
+    torch.cuda.synchronize(device)
+    return torch.cuda.max_memory_allocated(device) - before
