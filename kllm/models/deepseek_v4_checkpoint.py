@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from kllm.models.base import BlockScale, CheckpointTensor
 from kllm.models.deepseek_v4_config import DeepseekV4Config, DSparkConfig
+from kllm.models.scope import Scope
 
 FP8_SCALE = BlockScale("scale", "F8_E8M0", (128, 128))
 FP4_SCALE = BlockScale("scale", "F8_E8M0", (1, 32))
@@ -30,39 +31,8 @@ def manifest(config: DeepseekV4Config) -> Iterator[CheckpointTensor]:
 
 
 @dataclass(frozen=True, slots=True)
-class _Scope:
-    """A prefix of names in the checkpoint and of targets in the network."""
-
-    source: str
-    target: str
-    mtp: bool = False
-
-    def inner(self, source: str, target: str) -> "_Scope":
-        return _Scope(self.source + source, self.target + target, self.mtp)
-
-    def tensor(
-        self,
-        name: str,
-        shape: tuple[int, ...],
-        target: str,
-        dtype: str = "BF16",
-        *,
-        scale: BlockScale | None = None,
-        row: int = 0,
-        expert: int | None = None,
-        split: str | None = None,
-    ) -> CheckpointTensor:
-        return CheckpointTensor(
-            name=self.source + name,
-            shape=shape,
-            dtype=dtype,
-            target=self.target + target,
-            scale=scale,
-            row=row,
-            expert=expert,
-            split=split,
-            mtp=self.mtp,
-        )
+class _Scope(Scope):
+    """Adds the kinds of tensors that are peculiar to the family."""
 
     def fp8(
         self,

@@ -10,6 +10,7 @@ from kllm.layers.hyper_connection import StreamSettings
 from kllm.layers.moe import SCORES, Routing
 from kllm.layers.rotary import Rotary, Yarn
 from kllm.models.hf_config import ConfigReader
+from kllm.models.layer_mix import check_layers, keep_mix
 
 LAYER_KINDS = {0: "window", 4: "csa", 128: "hca"}  # by the codes in `compress_ratios`
 
@@ -294,19 +295,12 @@ def tiny_config() -> DeepseekV4Config:
 def scaled_config(config: DeepseekV4Config, layers: int) -> DeepseekV4Config:
     """The config cut to `layers` layers with the same mix of kinds and of hash layers.
 
-    Every kind keeps its share of layers, rounded, and at least one while there is room; the
-    kept layers stay in order and are spread evenly over the original ones.
-
     Raises:
         ConfigError: when `layers` is not between 1 and the number of layers.
     """
     total = config.num_hidden_layers
-    if not 1 <= layers <= total:
-        raise ConfigError(f"layers:{layers} is not possible; this model has 1 to {total} layers")
-    kept: list[int] = []
-    for kind, count in _shares(config.layer_kinds, layers).items():
-        members = config.layers_of(kind)
-        kept += [members[(2 * i + 1) * len(members) // (2 * count)] for i in range(count)]
+    check_layers(layers, total)
+    kept = keep_mix(config.layer_kinds, layers)
     hashed = max(1, round(config.num_hash_layers * layers / total))
     dspark = config.dspark
     if dspark:
@@ -315,21 +309,7 @@ def scaled_config(config: DeepseekV4Config, layers: int) -> DeepseekV4Config:
     return replace(
         config,
         num_hidden_layers=layers,
-        layer_kinds=tuple(config.layer_kinds[i] for i in sorted(kept)),
+        layer_kinds=tuple(config.layer_kinds[i] for i in kept),
         num_hash_layers=min(hashed, config.num_hash_layers),
         dspark=dspark,
     )
-
-
-def _shares(kinds: tuple[str, ...], layers: int) -> dict[str, int]:
-    """How many of `layers` layers each kind gets, largest deficit first."""
-    counts = {kind: kinds.count(kind) for kind in dict.fromkeys(kinds)}
-    shares = dict.fromkeys(counts, 0)
-    for _ in range(layers):
-        # A kind without a layer comes first; then the one furthest below its exact share.
-        def need(kind: str) -> tuple[bool, float]:
-            return shares[kind] == 0, counts[kind] / len(kinds) * layers - shares[kind]
-
-        open_kinds = [kind for kind in counts if shares[kind] < counts[kind]]
-        shares[max(open_kinds, key=need)] += 1
-    return {kind: share for kind, share in shares.items() if share}

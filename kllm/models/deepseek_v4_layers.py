@@ -8,9 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from kllm import kernels
-from kllm.attention.compressed import IndexQuery, attend
+from kllm.attention.compressed import attend
 from kllm.attention.compressor import Compression, finished_groups, pool_step
 from kllm.attention.context import ForwardContext
+from kllm.attention.indexing import IndexQuery
 from kllm.layers.hyper_connection import HyperConnection
 from kllm.layers.linear import ColumnLinear, Linear, RowLinear, shard_size
 from kllm.layers.mlp import GatedMLP

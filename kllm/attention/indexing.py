@@ -1,0 +1,73 @@
+"""Choosing cached entries for each query, and listing them for the attention kernels.
+
+Shared by DeepSeek-V4's compressed attention and by DSA: a lightning indexer scores the keys of
+entries (DeepSeek-V3.2), and a query attends to the entries that score best.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kllm import kernels
+from kllm.attention.context import ForwardContext
+from kllm.cache.pool import KVPool
+
+BLOCK_BYTES = 1 << 28  # bounds the scores of a step's decodes
+
+
+@dataclass(frozen=True, slots=True)
+class IndexQuery:
+    """What the step's tokens ask the indexer."""
+
+    state: str  # paged state of the index keys
+    q: Tensor  # [T, index heads, index dim]
+    weights: Tensor  # [T, index heads] float32, scale factors included
+    topk: int  # entries a token attends to
+
+
+def stored_keys(pool: KVPool, name: str, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """A segment for `kernels.sparse_attention` of single-head entries in the pool.
+
+    Args:
+        slots: [T, n] int64 entry slots; -1: none.
+    """
+    if pool.kv_dtype != "fp8":
+        return pool.pages(name, layer).flatten(0, -2), slots
+    rows = pool.read(name, layer, slots.clamp_min(0)).flatten(0, -2)  # [T n, D]
+    idx = torch.arange(slots.numel(), device=slots.device).view_as(slots)
+    return rows, idx.masked_fill(slots < 0, -1)
+
+
+def visible_slots(ctx: ForwardContext, ratio: int) -> Tensor:
+    """[decodes, entries of the widest block table] int64 slots; -1: not visible yet."""
+    key = f"visible {ratio}"
+    if key not in ctx.shared:
+        per_page = ctx.pool.page_size // ratio
+        device = ctx.positions.device
+        pages = ctx.block_tables[: ctx.num_decodes].long().unsqueeze(2)
+        slots = (pages * per_page + torch.arange(per_page, device=device)).flatten(1)
+        visible = (ctx.positions[: ctx.num_decodes] + 1) // ratio
+        hidden = torch.arange(slots.shape[1], device=device) >= visible.unsqueeze(1)
+        ctx.shared[key] = slots.masked_fill(hidden, -1)
+    found: Tensor = ctx.shared[key]
+    return found
+
+
+def best_slots(ctx: ForwardContext, layer: int, slots: Tensor, index: IndexQuery) -> Tensor:
+    """[decodes, topk]: the slots that each decode's indexer scores best, -1 where fewer."""
+    best = []
+    block = max(1, BLOCK_BYTES // (4 * slots.shape[1] * index.q.shape[2]))
+    for start in range(0, len(slots), block):
+        rows = slice(start, min(start + block, len(slots)))
+        keys, own = stored_keys(ctx.pool, index.state, layer, slots[rows])
+        scores = kernels.index_scores(index.q[rows], index.weights[rows], keys, own)
+        best.append(slots[rows].gather(1, scores.topk(index.topk, sorted=False).indices))
+    return torch.cat(best)
+
+
+def best_entries(scores: Tensor, visible: Tensor, topk: int) -> Tensor:
+    """[T, topk]: entries below `visible` [T, 1] with the largest scores [T, n]; -1 where fewer."""
+    hidden = torch.arange(scores.shape[1], device=scores.device) >= visible
+    best = scores.masked_fill(hidden, float("-inf")).topk(topk, sorted=False).indices
+    return torch.where(best < visible, best, -1)
