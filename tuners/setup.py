@@ -4,7 +4,6 @@ Cheap: no weights are loaded. The workload's length and the cost model's overhea
 pilot run of the default settings, which the caller makes (`sized`, `calibrated`).
 """
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -17,7 +16,8 @@ from kllm.attention.base import resolve_attention
 from kllm.bench.base import is_small
 from kllm.bench.costmodel import CostModel, Prediction
 from kllm.bench.workloads import Lengths, Workload, preset
-from kllm.config import EngineConfig
+from kllm.config import CacheConfig, EngineConfig
+from kllm.engine.memory import CPU_KV_BYTES, page_size
 from kllm.errors import ConfigError
 from kllm.models.devices import free_bytes
 from kllm.models.load import ResolvedModel, rank_bytes, resolve
@@ -30,7 +30,6 @@ from kllm.tuners.space import Settings, Site, Space, Value, parse_fixed
 TRIAL_S = 5.0  # length of a trial that the workload is sized for
 FEWEST_ROUNDS = 4  # requests for each one in flight, so that the start does not decide
 FULL_KV = "kv"  # the paged state of families with a choice of attention backends
-AUTO_PAGE = 16  # tokens; the engine's page size 0, where the model's granule allows it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,19 +146,21 @@ def site_of(resolved: ResolvedModel, base: EngineConfig, workload: Workload) -> 
     """The facts about model, machine and workload that decide which values can be used."""
     device = torch.device(resolved.device)
     spec = resolved.family.cache_spec(resolved.config)
-    granule = spec.page_granule
     kv_dtypes = kv_dtypes_here(resolved.dtype)
     formats = [resolved.dtype if name == "auto" else name for name in kv_dtypes]
     free = free_bytes(device) - rank_bytes(
         resolved.family.manifest(resolved.config), resolved.parallel, resolved.dtype
     )
-    memory = base.cache.memory_bytes or int(free * base.cache.memory_fraction)
+    share = int(free * base.cache.memory_fraction)
+    memory = base.cache.memory_bytes or (
+        share if device.type == "cuda" else min(share, CPU_KV_BYTES)
+    )
     full_kv = any(state.name == FULL_KV for state in spec.paged)
     return Site(
         device="cuda" if device.type == "cuda" else "cpu",
         dtype=resolved.dtype,
-        page_granule=granule,
-        default_page_size=math.lcm(granule, AUTO_PAGE) if granule < AUTO_PAGE else granule,
+        page_granule=spec.page_granule,
+        default_page_size=page_size(replace(base, cache=CacheConfig()), spec),
         attention_backends=attention_here(resolved, device) if full_kv else (),
         kv_dtypes=kv_dtypes,
         concurrency=workload.concurrency or workload.num_requests,

@@ -172,8 +172,9 @@ class _Worker:
         code = self.process.wait(CLOSE_GRACE_S)
         if code < 0:
             name = signal.Signals(-code).name
-            hint = "; the system may have run out of memory" if -code == signal.SIGKILL else ""
-            return f"the worker was killed by {name}{hint}"
+            if -code == signal.SIGKILL:
+                return f"the worker was killed by {name}; the system may have run out of memory"
+            return f"the worker was killed by {name}: {self._last_words()}"
         return f"the worker ended with exit code {code}: {self._last_words()}"
 
     def _last_words(self) -> str:

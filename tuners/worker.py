@@ -44,7 +44,8 @@ class Channel:
     def __init__(self) -> None:
         self._out: BinaryIO = os.fdopen(os.dup(1), "wb", buffering=0)
         os.dup2(2, 1)
-        self._lines = sys.stdin.buffer
+        # Unbuffered: a reader that holds a buffer's lock would abort the interpreter's exit.
+        self._lines = os.fdopen(os.dup(0), "rb", buffering=0)
         self.runs: queue.Queue[protocol.Run] = queue.Queue()
         self.stop = threading.Event()
         threading.Thread(target=self._listen, daemon=True).start()
