@@ -80,8 +80,8 @@ def resolve(config: EngineConfig) -> ResolvedModel:
         budget = WEIGHT_SHARE * free_bytes(device)
         scale = "full" if path else largest_scale(family, full, config.parallel, dtype, budget)
     tokenizer = path
-    if path is None and scale != "tiny":
-        tokenizer = _folder(config.model)  # random weights of a folder: its vocabulary still fits
+    if path is None and scale != "tiny" and (file := Path(config.model).expanduser()).exists():
+        tokenizer = file  # random weights in place of a file's: its vocabulary still fits
     return ResolvedModel(
         name=name,
         model_type=model_type,
@@ -213,11 +213,6 @@ def _rank_parameters(tensor: CheckpointTensor, parallel: ParallelConfig) -> int:
     return total // parallel.tp if tensor.split else total
 
 
-def _folder(model: str) -> Path | None:
-    path = Path(model).expanduser()
-    return path if path.is_dir() else None
-
-
 def _locate(config: EngineConfig) -> tuple[str, Path | None, dict[str, Any]]:
     """(name, file or folder of real weights or None for random, config.json content)."""
     path = Path(config.model).expanduser()
@@ -228,8 +223,8 @@ def _locate(config: EngineConfig) -> tuple[str, Path | None, dict[str, Any]]:
         if path.suffix != ".gguf":
             raise ConfigError(f"{path} is neither a folder nor a .gguf file")
         return path.stem, None if random else path, GGUFFile(path).config
-    if path.suffix == ".gguf" or len(path.parts) > 1:
-        raise ConfigError(f"no model folder or file {path}")
+    if path.suffix == ".gguf" or "/" in config.model:
+        raise ConfigError(f"no model folder or file {config.model}; models are local files")
     name = presets.canonical(config.model)
     wants_weights = config.load == "weights" or (
         config.load == "auto" and config.scale in ("auto", "full")

@@ -1,0 +1,118 @@
+"""The torch backend against attention written out, for every way a request's pages can lie."""
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from kllm.attention.context import ForwardContext
+from kllm.attention.torch_ref import TorchAttention
+from kllm.cache.pool import KVPool
+from kllm.cache.spec import CacheSpec, PagedState
+from kllm.core import Plan
+from kllm.quant.entry import EntryFormat
+from tests.tolerances import TOLERANCE
+
+PAGE, KV_HEADS, HEADS, DIM = 4, 2, 6, 16
+CPU = torch.device("cpu")
+
+
+def make_pool(kv_dtype: str, dtype: torch.dtype) -> KVPool:
+    entry = EntryFormat(width=DIM, fp8_channels=DIM, group=DIM)
+    state = PagedState(name="kv", layers=(0,), entry=entry, heads=2 * KV_HEADS)
+    return KVPool(
+        CacheSpec(paged=(state,)),
+        num_pages=40,
+        page_size=PAGE,
+        max_batch=4,
+        kv_dtype=kv_dtype,
+        compute_dtype=dtype,
+        device=CPU,
+    )
+
+
+def make_plan(starts: list[int], queries: list[int], tables: list[list[int]]) -> Plan:
+    block_tables = np.zeros((len(tables), max(map(len, tables))), np.int32)
+    for row, table in zip(block_tables, tables, strict=True):
+        row[: len(table)] = table
+    spans = [np.arange(s, s + n) for s, n in zip(starts, queries, strict=True)]
+    return Plan(
+        step=0,
+        num_decodes=sum(n == 1 for n in queries),
+        rows=np.arange(len(tables), dtype=np.int32),
+        query_lens=np.array(queries, np.int32),
+        context_lens=np.array([s + n for s, n in zip(starts, queries, strict=True)], np.int32),
+        token_ids=np.zeros(sum(queries), np.int64),
+        positions=np.concatenate(spans).astype(np.int64),
+        block_tables=block_tables,
+        samples=np.ones(len(tables), bool),
+    )
+
+
+def written_out(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
+    """q [n, H, D] at positions from `start`; k, v [start + n, K, D]; float64."""
+    q, k, v = q.double(), k.double(), v.double()
+    out = torch.empty_like(q)
+    for i in range(q.shape[0]):
+        for h in range(HEADS):
+            seen, g = start + i + 1, h * KV_HEADS // HEADS
+            weights = (k[:seen, g] @ q[i, h] / DIM**0.5).softmax(0)
+            out[i, h] = weights @ v[:seen, g]
+    return out
+
+
+CASES = {
+    "whole prompts": ([0, 0], [5, 9], [[3, 4], [9, 8, 7]]),
+    "decodes on neighbour and scattered pages": ([6, 9], [1, 1], [[11, 12], [30, 2, 17]]),
+    "chunks after a cached prefix": ([4, 7], [3, 6], [[20, 21], [5, 25, 1, 39]]),
+    "decode, chunk and prompt": ([10, 3, 0], [1, 2, 7], [[0, 1, 2], [35, 6], [14, 13]]),
+    "one token of an empty cache": ([0], [1], [[8]]),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("kv_dtype", "dtype"),
+    [("float32", torch.float32), ("bfloat16", torch.bfloat16), ("fp8", torch.float32)],
+    ids=["float32", "bfloat16", "fp8"],
+)
+def test_attention_matches_the_formula(case: str, kv_dtype: str, dtype: torch.dtype) -> None:
+    starts, queries, tables = CASES[case]
+    generator = torch.Generator().manual_seed(0)
+    pool, backend = make_pool(kv_dtype, dtype), TorchAttention()
+    keys, values = (
+        [
+            torch.randn(s + n, KV_HEADS, DIM, generator=generator).to(dtype)
+            for s, n in zip(starts, queries, strict=True)
+        ]
+        for _ in range(2)
+    )
+    q = torch.randn(sum(queries), HEADS, DIM, generator=generator).to(dtype)
+    if any(starts):  # an earlier step puts the prefixes into the cache
+        earlier = zip(starts, tables, keys, values, strict=True)
+        order = sorted((item for item in earlier if item[0]), key=lambda item: item[0])
+        plan = make_plan([0] * len(order), [s for s, *_ in order], [t for _, t, *_ in order])
+        ctx = ForwardContext.from_plan(plan, pool, CPU)
+        backend.prepare(ctx)
+        k, v = (torch.cat([item[i][: item[0]] for item in order]) for i in (2, 3))
+        backend.attend(ctx, 0, q.new_zeros(k.shape[0], HEADS, DIM), k, v)
+    ctx = ForwardContext.from_plan(make_plan(starts, queries, tables), pool, CPU)
+    backend.prepare(ctx)
+    k, v = (
+        torch.cat([x[s:] for s, x in zip(starts, side, strict=True)]) for side in (keys, values)
+    )
+    got = backend.attend(ctx, 0, q, k, v)
+    assert got.dtype == dtype
+    # What was read from the cache is what it stores; a whole prompt is attended as it comes.
+    keys, values = (
+        [as_stored(pool, x) if s else x for s, x in zip(starts, side, strict=True)]
+        for side in (keys, values)
+    )
+    parts = zip(q.split(queries), keys, values, starts, strict=True)
+    want = torch.cat([written_out(*part) for part in parts])
+    tolerance = TOLERANCE[dtype]
+    torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
+
+
+def as_stored(pool: KVPool, values: Tensor) -> Tensor:
+    return pool.unpack("kv", pool.pack("kv", values))
