@@ -1,0 +1,139 @@
+"""`kllm generate`: the answer of a real model to one prompt, as it is made."""
+
+import sys
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from kllm.core import Request
+    from kllm.models.load import ResolvedModel
+    from kllm.models.tokenizer import Tokenizer
+
+
+def generate(
+    prompt: Annotated[str, typer.Argument(help="What to say to the model.")],
+    model: Annotated[
+        str, typer.Option(help="Preset name, model folder or GGUF file.")
+    ] = "smollm2-135m",
+    system: Annotated[str, typer.Option(help="System message; default: none.")] = "",
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue the text as it is, without a chat template.")
+    ] = False,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Output tokens at most.")] = 256,
+    temperature: Annotated[float, typer.Option(min=0, help="0: the likeliest token always.")] = 1.0,
+    top_k: Annotated[int, typer.Option(min=0, help="Draw from the k likeliest; 0: all.")] = 0,
+    top_p: Annotated[float, typer.Option(help="Draw from this much probability.")] = 1.0,
+    min_p: Annotated[
+        float, typer.Option(help="Least share of the likeliest token's probability.")
+    ] = 0.0,
+    repetition_penalty: Annotated[
+        float, typer.Option(help="Divides the logits of tokens already seen.")
+    ] = 1.0,
+    presence_penalty: Annotated[
+        float, typer.Option(help="Subtracted once from tokens already in the output.")
+    ] = 0.0,
+    frequency_penalty: Annotated[
+        float, typer.Option(help="Subtracted for each time a token is in the output.")
+    ] = 0.0,
+    seed: Annotated[int | None, typer.Option(help="Makes the draws repeatable.")] = None,
+    stop: Annotated[
+        list[str] | None, typer.Option(help="End before this text; may be given repeatedly.")
+    ] = None,
+    load: Annotated[
+        str, typer.Option(help="Weights: auto, weights (insist on real ones) or random.")
+    ] = "auto",
+    device: Annotated[str, typer.Option(help="Device: auto, cpu, cuda or cuda:N.")] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="Dtype of weights: auto, float32, bfloat16, float16.")
+    ] = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+) -> None:
+    """Answer a prompt with a real model, streaming."""
+    from kllm.config import EngineConfig, SchedulerConfig
+    from kllm.core import SamplingParams
+    from kllm.engine.engine import Engine
+    from kllm.models.load import resolve
+
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        repetition_penalty=repetition_penalty,
+        presence_penalty=presence_penalty,
+        frequency_penalty=frequency_penalty,
+        seed=seed,
+        stop=tuple(stop or ()),
+    )
+    config = EngineConfig(model=model, load=load, device=device, dtype=dtype)  # type: ignore[arg-type]
+    resolved = resolve(config)
+    ids = prompt_ids(_tokenizer(resolved), prompt, system, raw)
+    # One request: the KV pool holds it and nothing else.
+    length = min(len(ids) + max_tokens, resolved.config.max_position_embeddings)
+    engine = Engine(
+        EngineConfig(
+            model=model,
+            load=config.load,
+            device=device,
+            dtype=dtype,
+            max_model_len=length,
+            scheduler=SchedulerConfig(max_batch=1),
+        )
+    )
+    request = engine.add(ids, params, detokenize=True)
+    for piece in engine.stream(request):
+        if not as_json:
+            sys.stdout.write(piece)
+            sys.stdout.flush()
+    engine.close()
+    typer.echo(_document(resolved, request) if as_json else "")
+
+
+def prompt_ids(tokenizer: "Tokenizer", prompt: str, system: str, raw: bool) -> list[int]:
+    """The prompt as the model reads it.
+
+    Raises:
+        ConfigError: when both `raw` and `system` are given, or there is no chat template.
+    """
+    from kllm.errors import ConfigError
+
+    if raw:
+        if system:
+            raise ConfigError("--system needs the chat template; leave out --raw")
+        return tokenizer.encode(prompt)
+    if tokenizer.chat_template is None:
+        raise ConfigError("this model has no chat template; add --raw to continue the text")
+    messages = [{"role": "system", "content": system}] if system else []
+    return tokenizer.apply_chat_template([*messages, {"role": "user", "content": prompt}])
+
+
+def _tokenizer(resolved: "ResolvedModel") -> "Tokenizer":
+    from kllm.errors import ConfigError
+    from kllm.models.tokenizer import load_tokenizer
+
+    tokenizer = load_tokenizer(resolved)
+    if tokenizer is None:
+        raise ConfigError(
+            f"{resolved.display_name} has no tokenizer; generate needs a model folder or GGUF "
+            "file that has one, or the preset smollm2-135m"
+        )
+    return tokenizer
+
+
+def _document(resolved: "ResolvedModel", request: "Request") -> str:
+    import json
+
+    return json.dumps(
+        {
+            "model": resolved.display_name,
+            "prompt_tokens": len(request.prompt_ids),
+            "output_tokens": len(request.output_ids),
+            "output_ids": request.output_ids,
+            "finish_reason": request.finish_reason,
+            "text": request.text,
+        },
+        ensure_ascii=False,
+        indent=1,
+    )
