@@ -57,17 +57,17 @@ class TorchAttention:
 
     def attend(self, ctx: ForwardContext, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `kllm.attention.base.AttentionBackend.attend`."""
-        kv = torch.cat((k, v), dim=1)  # [T, 2 K, D]
-        # What later steps will read, rounded alike: results do not depend on the chunk size.
-        kv = ctx.pool.unpack(STATE, ctx.pool.pack(STATE, kv))
-        ctx.pool.write(STATE, layer, ctx.entry_slots(), kv)
         pages = ctx.pool.pages(STATE, layer)
         flat = pages.view(-1, *pages.shape[2:])  # [P * page, 2 K, D]
+        stored = ctx.pool.pack(STATE, torch.cat((k, v), dim=1))  # [T, 2 K, D]
+        flat.index_copy_(0, ctx.entry_slots(), stored)
+        # What later steps will read, rounded alike: results do not depend on the chunk size.
+        fresh = ctx.pool.unpack(STATE, stored)
         out = torch.empty_like(q)
         for s in ctx.shared["torch attention"]:
             own = slice(s.start, s.start + s.queries)
             if s.queries == s.context:
-                cached = kv[own]
+                cached = fresh[own]
             elif s.slots is None:
                 cached = ctx.pool.unpack(STATE, flat[s.first_slot : s.first_slot + s.context])
             else:

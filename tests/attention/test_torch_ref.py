@@ -103,11 +103,8 @@ def test_attention_matches_the_formula(case: str, kv_dtype: str, dtype: torch.dt
     )
     got = backend.attend(ctx, 0, q, k, v)
     assert got.dtype == dtype
-    # What was read from the cache is what it stores; a whole prompt is attended as it comes.
-    keys, values = (
-        [as_stored(pool, x) if s else x for s, x in zip(starts, side, strict=True)]
-        for side in (keys, values)
-    )
+    # All keys and values are rounded as the cache stores them, also those of whole prompts.
+    keys, values = ([as_stored(pool, x) for x in side] for side in (keys, values))
     parts = zip(q.split(queries), keys, values, starts, strict=True)
     want = torch.cat([written_out(*part) for part in parts])
     tolerance = TOLERANCE[dtype]
