@@ -14,7 +14,7 @@ K_BLOCK = 64
 WIDTH_BLOCK = 1024  # channels a program collapses or expands
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "share"])
 def _project(
     x_ptr, fn_ptr, z_ptr, squares_ptr, num_tokens, length, x_stride, share,
     ROWS: tl.constexpr, ROW_BLOCK: tl.constexpr, TOKENS: tl.constexpr, K: tl.constexpr,
@@ -43,7 +43,7 @@ def _project(
     tl.store(squares_ptr + line, squares, token < num_tokens)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "splits"])
 def _collapse(
     z_ptr, squares_ptr, base_ptr, scale_ptr, x_ptr, y_ptr, expand_ptr, mix_ptr,
     num_tokens, splits, width, norm_eps, eps,

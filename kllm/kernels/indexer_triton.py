@@ -10,7 +10,7 @@ KEYS = 128  # keys a program scores; float32 products need more registers and ta
 TOKENS = 8  # tokens a program scores against the same keys
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_keys"])
 def _index_scores(
     q_ptr, weights_ptr, keys_ptr, slots_ptr, out_ptr, num_tokens, heads, num_keys,
     q_stride_t, q_stride_h, key_stride_t, key_stride_n,

@@ -10,23 +10,23 @@ LOG2_E = 1.4426950408889634  # the attention kernels work with powers of two
 MAX_SPLITS = 64
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["lines", "splits"])
 def _merge(
     partial_ptr,
     lse_ptr,
     sink_ptr,
     out_ptr,
     lines,
+    splits,
     heads,
     DIM: tl.constexpr,
     BLOCK: tl.constexpr,
-    SPLITS: tl.constexpr,
     SPLIT_BLOCK: tl.constexpr,
     SINK: tl.constexpr,
 ):
     line = tl.program_id(0).to(tl.int64)
     split = tl.arange(0, SPLIT_BLOCK)
-    lse = tl.load(lse_ptr + split * lines + line, split < SPLITS, other=float("-inf"))
+    lse = tl.load(lse_ptr + split * lines + line, split < splits, other=float("-inf"))
     peak = tl.max(lse, axis=0)
     if SINK:
         sink = tl.load(sink_ptr + line % heads).to(tl.float32) * 1.4426950408889634
@@ -39,7 +39,7 @@ def _merge(
     weight = weight / tl.where(total == 0.0, 1.0, total)
     cols = tl.arange(0, BLOCK)
     rows = (split * lines + line)[:, None] * DIM + cols[None, :]
-    mask = (split < SPLITS)[:, None] & (cols < DIM)[None, :]
+    mask = (split < splits)[:, None] & (cols < DIM)[None, :]
     out = tl.sum(tl.load(partial_ptr + rows, mask, other=0.0) * weight[:, None], axis=0)
     tl.store(out_ptr + line * DIM + cols, out.to(out_ptr.dtype.element_ty), cols < DIM)
 
@@ -59,10 +59,10 @@ def merge_splits(partial: Tensor, lse: Tensor, out: Tensor, sink: Tensor | None 
         lse if sink is None else sink,
         out,
         tokens * heads,
+        splits,
         heads,
         DIM=dim,
         BLOCK=triton.next_power_of_2(dim),
-        SPLITS=splits,
         SPLIT_BLOCK=triton.next_power_of_2(splits),
         SINK=sink is not None,
     )

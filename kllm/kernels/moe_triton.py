@@ -16,7 +16,7 @@ from kllm.kernels.swiglu_triton import silu_mul
 MAX_PAIRS = 4096  # (token, choice) pairs that one program sorts
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_pairs"])
 def _sort_pairs(
     ids_ptr, order_ptr, starts_ptr, num_pairs, first_expert, PAIRS: tl.constexpr
 ):  # fmt: skip
@@ -34,7 +34,7 @@ def _sort_pairs(
     tl.store(starts_ptr + expert * 2 + 1, start + tl.sum(mark, axis=0))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles"])
 def _gate_up(
     x_ptr, w_ptr, order_ptr, starts_ptr, out_ptr, top_k, dim, hidden, x_stride, limit, tiles,
     LIMITED: tl.constexpr, ROWS: tl.constexpr, COLS: tl.constexpr, K: tl.constexpr,
@@ -67,7 +67,7 @@ def _gate_up(
     tl.store(target, y.to(out_ptr.dtype.element_ty), live[:, None] & (col < hidden)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tiles"])
 def _down(
     h_ptr, w_ptr, order_ptr, starts_ptr, weights_ptr, out_ptr, dim, hidden, tiles,
     ROWS: tl.constexpr, COLS: tl.constexpr, K: tl.constexpr,

@@ -32,7 +32,7 @@ def _load_entries(ptr, slots, mask, entry_stride, DIM: tl.constexpr, FP8: tl.con
     return (values.to(tl.float32) * scales).to(dtype)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "table_stride", "splits"])
 def _attend(
     q_ptr,
     pages_ptr,
@@ -49,6 +49,7 @@ def _attend(
     table_stride,
     entry_stride,
     head_stride,
+    splits,
     KV_HEADS: tl.constexpr,
     HEADS_PER_KV: tl.constexpr,
     HEAD_BLOCK: tl.constexpr,
@@ -56,7 +57,7 @@ def _attend(
     PAGE: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    PARTIAL: tl.constexpr,
     DECODE: tl.constexpr,
     FP8: tl.constexpr,
 ):
@@ -84,7 +85,7 @@ def _attend(
     # Keys past the tile's last query are invisible to all of it.
     last = tl.minimum(first + ROWS // HEAD_BLOCK, query_len)
     limit = context - query_len + last
-    share = tl.cdiv(tl.cdiv(limit, SPLITS), KEYS) * KEYS
+    share = tl.cdiv(tl.cdiv(limit, splits), KEYS) * KEYS
     begin = split * share
     end = tl.minimum(begin + share, limit)
 
@@ -117,7 +118,7 @@ def _attend(
     line = (split * num_tokens + token) * (KV_HEADS * HEADS_PER_KV) + head
     target = out_ptr + line[:, None] * DIM + dims[None, :]
     tl.store(target, out.to(out_ptr.dtype.element_ty), valid[:, None])
-    if SPLITS > 1:
+    if PARTIAL:
         tl.store(lse_ptr + line, peak + tl.log2(total), valid)
 
 
@@ -180,6 +181,7 @@ def paged_attention(
         block_tables.stride(0),
         pages.stride(1),
         pages.stride(2),
+        splits,
         KV_HEADS=kv_heads,
         HEADS_PER_KV=group,
         HEAD_BLOCK=head_block,
@@ -187,7 +189,7 @@ def paged_attention(
         PAGE=pages.shape[1],
         ROWS=rows,
         KEYS=NARROW_BLOCK_KEYS if fp8 or q.dtype == torch.float32 else BLOCK_KEYS,
-        SPLITS=splits,
+        PARTIAL=splits > 1,
         DECODE=decode,
         FP8=fp8,
         num_warps=4 if rows <= 64 else 8,

@@ -9,7 +9,7 @@ from torch import Tensor
 TILE = 4096  # elements a program works on; a longer row is one program's
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _rmsnorm(
     x_ptr,
     residual_ptr,

@@ -22,13 +22,13 @@ MAX_SEGMENTS = 2
 
 @triton.jit
 def _walk(
-    q, q_rest, peak, total, acc, kv_ptr, idx_ptr, num_keys, kv_stride, scale_log2, split,
+    q, q_rest, peak, total, acc, kv_ptr, idx_ptr, num_keys, kv_stride, scale_log2, split, splits,
     VALUE: tl.constexpr, VALUE_BLOCK: tl.constexpr, REST: tl.constexpr, REST_BLOCK: tl.constexpr,
-    KEYS: tl.constexpr, SPLITS: tl.constexpr,
+    KEYS: tl.constexpr,
 ):  # fmt: skip
     """Go on with the online softmax (peak, total, acc) over one split of one segment."""
     cols = tl.arange(0, VALUE_BLOCK)
-    share = tl.cdiv(tl.cdiv(num_keys, SPLITS), KEYS) * KEYS
+    share = tl.cdiv(tl.cdiv(num_keys, splits), KEYS) * KEYS
     begin = split * share
     for start in range(begin, tl.minimum(begin + share, num_keys), KEYS):
         key = start + tl.arange(0, KEYS)
@@ -55,13 +55,15 @@ def _walk(
     return peak, total, acc
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_tokens", "keys0", "idx0_stride", "keys1", "idx1_stride", "splits"]
+)
 def _attend(
     q_ptr, kv0_ptr, idx0_ptr, kv1_ptr, idx1_ptr, sink_ptr, out_ptr, lse_ptr,
     num_tokens, heads, scale_log2, q_stride_t, q_stride_h,
-    keys0, kv0_stride, idx0_stride, keys1, kv1_stride, idx1_stride,
+    keys0, kv0_stride, idx0_stride, keys1, kv1_stride, idx1_stride, splits,
     VALUE: tl.constexpr, VALUE_BLOCK: tl.constexpr, REST: tl.constexpr, REST_BLOCK: tl.constexpr,
-    HEADS: tl.constexpr, KEYS: tl.constexpr, SPLITS: tl.constexpr, SEGMENTS: tl.constexpr,
+    HEADS: tl.constexpr, KEYS: tl.constexpr, PARTIAL: tl.constexpr, SEGMENTS: tl.constexpr,
     SINK: tl.constexpr,
 ):  # fmt: skip
     token, split = tl.program_id(0).to(tl.int64), tl.program_id(2)
@@ -78,15 +80,15 @@ def _attend(
     acc = tl.zeros((HEADS, VALUE_BLOCK), tl.float32)
     peak, total, acc = _walk(
         q, q_rest, peak, total, acc, kv0_ptr, idx0_ptr + token * idx0_stride, keys0, kv0_stride,
-        scale_log2, split, VALUE, VALUE_BLOCK, REST, REST_BLOCK, KEYS, SPLITS,
+        scale_log2, split, splits, VALUE, VALUE_BLOCK, REST, REST_BLOCK, KEYS,
     )  # fmt: skip
     if SEGMENTS > 1:
         peak, total, acc = _walk(
             q, q_rest, peak, total, acc, kv1_ptr, idx1_ptr + token * idx1_stride, keys1,
-            kv1_stride, scale_log2, split, VALUE, VALUE_BLOCK, REST, REST_BLOCK, KEYS, SPLITS,
+            kv1_stride, scale_log2, split, splits, VALUE, VALUE_BLOCK, REST, REST_BLOCK, KEYS,
         )  # fmt: skip
 
-    if SINK and SPLITS == 1:
+    if SINK and not PARTIAL:
         sink = tl.load(sink_ptr + head, valid, other=0.0).to(tl.float32) * 1.4426950408889634
         top = tl.maximum(peak, sink)
         fade = tl.exp2(peak - top)
@@ -97,7 +99,7 @@ def _attend(
     mask = valid[:, None] & (cols < VALUE)[None, :]
     target = out_ptr + line[:, None] * VALUE + cols[None, :]
     tl.store(target, out.to(out_ptr.dtype.element_ty), mask)
-    if SPLITS > 1:
+    if PARTIAL:
         tl.store(lse_ptr + line, peak + tl.log2(total), valid)
 
 
@@ -141,14 +143,14 @@ def sparse_attention(
         q, kv0, idx0, kv1, idx1, q if sink is None else sink, partial, lse,
         tokens, heads, scale * LOG2_E, q.stride(0), q.stride(1),
         idx0.shape[1], kv0.stride(0), idx0.stride(0),
-        idx1.shape[1], kv1.stride(0), idx1.stride(0),
+        idx1.shape[1], kv1.stride(0), idx1.stride(0), splits,
         VALUE=value_dim,
         VALUE_BLOCK=max(16, triton.next_power_of_2(value_dim)),
         REST=rest,
         REST_BLOCK=max(16, triton.next_power_of_2(max(rest, 1))),
         HEADS=head_block,
         KEYS=key_block,
-        SPLITS=splits,
+        PARTIAL=splits > 1,
         SEGMENTS=len(segments),
         SINK=sink is not None,
         num_warps=8 if head_block == 64 else 4,
