@@ -4,10 +4,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.models import deepseek_v4_logits, llama_logits
+from tests.models import deepseek_v4_logits, glm_moe_dsa_logits, llama_logits
 from tests.models.logit_cases import LogitCase, LogitRow, measure
 
-CASES: list[LogitCase] = [*llama_logits.CASES, *deepseek_v4_logits.CASES]
+CASES: list[LogitCase] = [
+    *llama_logits.CASES,
+    *deepseek_v4_logits.CASES,
+    *glm_moe_dsa_logits.CASES,
+]
 
 Table = dict[LogitCase, LogitRow]
 

@@ -1,0 +1,273 @@
+"""Multi-head latent attention, over all cached entries or over selected ones (MLA, DSA).
+
+A cached entry is one token's latent, of which the keys and values of all heads are projections,
+and one rotary key that all heads share. Attention has two forms with equal results:
+
+* absorbed: the key projection is applied to the query and the value projection to the output,
+  so that all heads attend to the entries as they lie (one multi-query attention);
+* expanded: keys and values of every head are made from the entries.
+
+Requests that run one token (decodes) are always absorbed, as tensors whose shapes depend on the
+batch only, so that a CUDA graph can hold them. Longer ones (chunks) go one by one, in the form
+that costs less, in blocks that bound the work space.
+
+Sources: DeepSeek-V2 (MLA), DeepSeek-V3.2 (DSA); layers that reuse the selection of another
+layer: GLM-5.2 model card.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from kllm import kernels
+from kllm.attention.compressor import request_slots
+from kllm.attention.context import ForwardContext
+from kllm.attention.indexing import (
+    IndexQuery,
+    best_entries,
+    best_slots,
+    stored_keys,
+    visible_slots,
+)
+from kllm.attention.rings import Chunk, chunks
+
+LATENT = "latent"  # paged state: latent, then rotary key
+INDEX_KEY = "index_key"  # paged state of the indexer
+BLOCK_BYTES = 1 << 28  # bounds index lists, masks, expanded heads and scores
+
+
+@dataclass(frozen=True, slots=True)
+class LatentHeads:
+    """What makes the keys and values of a rank's heads from latents."""
+
+    keys: Tensor  # [H, N, R], of the channels without rotary embedding
+    values: Tensor  # [H, V, R]
+    rope: int  # rotary channels
+    scale: float  # of the scores
+
+    def absorb(self, q: Tensor) -> Tensor:
+        """Queries [T, H, N + rope] -> [T, H, R + rope], to be compared with entries."""
+        plain, rotary = q.split((self.keys.shape[1], self.rope), dim=2)
+        return torch.cat(((plain.transpose(0, 1) @ self.keys).transpose(0, 1), rotary), dim=2)
+
+    def project(self, o: Tensor) -> Tensor:
+        """Weighted sums of latents [T, H, R] -> outputs [T, H, V]."""
+        return (o.transpose(0, 1) @ self.values.transpose(1, 2)).transpose(0, 1)
+
+    def attend(self, q: Tensor, entries: Tensor, idx: Tensor) -> Tensor:
+        """Absorbed attention of q [T, H, N + rope] to the rows idx [T, n] of `entries`."""
+        latent = self.keys.shape[2]
+        segments = [(entries, idx)]
+        return self.project(
+            kernels.sparse_attention(self.absorb(q), segments, self.scale, value_dim=latent)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """The entries that each token of a step attends to; None stands for all it can see."""
+
+    topk: int
+    decodes: Tensor | None  # [decodes, topk] int64 slots; -1: no entry
+    chunks: tuple[Tensor | None, ...]  # of each chunk [rows, topk] int32 positions; -1: none
+
+
+def must_select(ctx: ForwardContext, topk: int) -> bool:
+    """Whether any token of the step may see more than `topk` entries."""
+    return bool((ctx.context_lens_host > topk).any())
+
+
+def select(ctx: ForwardContext, layer: int, index: IndexQuery) -> Selection:
+    """The entries that the indexer scores best; the step's index keys must be stored already."""
+    decodes = None
+    if ctx.num_decodes:
+        slots = _decode_slots(ctx)
+        if slots.shape[1] > index.topk:
+            decodes = best_slots(ctx, layer, slots, index)
+    parts = tuple(_select_chunk(ctx, layer, chunk, index) for chunk in chunks(ctx))
+    return Selection(index.topk, decodes, parts)
+
+
+def select_all(ctx: ForwardContext, topk: int) -> Selection:
+    """What `select` answers where no token sees more than `topk` entries."""
+    return Selection(topk, None, (None,) * len(chunks(ctx)))
+
+
+def attend(
+    ctx: ForwardContext,
+    layer: int,
+    q: Tensor,
+    entries: Tensor,
+    heads: LatentHeads,
+    selection: Selection | None,
+) -> Tensor:
+    """Store the step's entries, then attend causally.
+
+    Args:
+        q: [T, H, N + rope], rotated.
+        entries: [T, R + rope], normed and rotated.
+        selection: where attention is sparse; None: every token sees all before it.
+
+    Returns:
+        [T, H, V].
+    """
+    ctx.pool.write(LATENT, layer, ctx.entry_slots(), entries.unsqueeze(1))
+    out = q.new_empty(*q.shape[:2], heads.values.shape[1])
+    if ctx.num_decodes:
+        count = slice(0, ctx.num_decodes)
+        slots = selection.decodes if selection else None
+        out[count] = _attend_decodes(ctx, layer, q[count], heads, slots)
+    for i, chunk in enumerate(chunks(ctx)):
+        chosen = selection.chunks[i] if selection else None
+        stored = ctx.pool.read(LATENT, layer, _chunk_slots(ctx, chunk)).squeeze(1)
+        topk = None if chosen is None else chosen.shape[1]
+        form = _expanded if expanding_pays(heads, chunk, topk) else _absorbed
+        out[chunk.rows] = form(q[chunk.rows], stored, heads, chunk, chosen)
+    return out
+
+
+def expanding_pays(heads: LatentHeads, chunk: Chunk, topk: int | None) -> bool:
+    """Whether the expanded form of a chunk costs fewer FLOPs than the absorbed one.
+
+    For n tokens at positions s..S - 1, head widths N, V, rope and latents of R channels, in
+    units of 2 H FLOPs:
+
+        expanded: S R (N + V) + (N + rope + V) sum(t + 1)
+        absorbed: n R (N + V) + (2 R + rope) sum(min(topk, t + 1))
+
+    The expanded form masks what is not selected, so that a selection does not make it cheaper.
+    """
+    count = chunk.end - chunk.start
+    pairs = count * (chunk.start + chunk.end + 1) // 2
+    chosen = pairs
+    if topk is not None:
+        rising = max(0, min(chunk.end, topk) - chunk.start)  # tokens that see topk or fewer
+        chosen = rising * (2 * chunk.start + rising + 1) // 2 + (count - rising) * topk
+    latent, plain, value = heads.keys.shape[2], heads.keys.shape[1], heads.values.shape[1]
+    projections = latent * (plain + value)
+    expanded = chunk.end * projections + (plain + heads.rope + value) * pairs
+    absorbed = count * projections + (2 * latent + heads.rope) * chosen
+    return expanded < absorbed
+
+
+def _decode_slots(ctx: ForwardContext) -> Tensor:
+    """[decodes, longest context] int64 slots; -1: not visible."""
+    key = "visible latents"
+    if key not in ctx.shared:
+        longest = int(ctx.context_lens_host[: ctx.num_decodes].max())
+        ctx.shared[key] = visible_slots(ctx, 1)[:, :longest].contiguous()
+    found: Tensor = ctx.shared[key]
+    return found
+
+
+def _chunk_slots(ctx: ForwardContext, chunk: Chunk) -> Tensor:
+    """[context] int64 slots of a chunk's request."""
+    key = f"context {chunk.request}"
+    if key not in ctx.shared:
+        ctx.shared[key] = request_slots(ctx, chunk.request, 0, chunk.end, 1)
+    found: Tensor = ctx.shared[key]
+    return found
+
+
+def _select_chunk(
+    ctx: ForwardContext, layer: int, chunk: Chunk, index: IndexQuery
+) -> Tensor | None:
+    if chunk.end <= index.topk:
+        return None
+    keys = ctx.pool.read(index.state, layer, _chunk_slots(ctx, chunk)).squeeze(1)
+    count = chunk.end - chunk.start
+    chosen = torch.full((count, index.topk), -1, dtype=torch.int32, device=keys.device)
+    for rows in _row_blocks(count, 16 * chunk.end):
+        seen = chunk.start + rows.stop
+        own = slice(chunk.rows.start + rows.start, chunk.rows.start + rows.stop)
+        scores = kernels.index_scores(index.q[own], index.weights[own], keys[:seen])
+        visible = _places(chunk, rows, keys.device) + 1
+        best = best_entries(scores, visible, min(index.topk, seen))
+        chosen[rows, : best.shape[1]] = best.int()
+    return chosen
+
+
+def _attend_decodes(
+    ctx: ForwardContext, layer: int, q: Tensor, heads: LatentHeads, slots: Tensor | None
+) -> Tensor:
+    slots = _decode_slots(ctx) if slots is None else slots
+    row_bytes = 0  # entries are read where they lie,
+    if ctx.pool.kv_dtype == "fp8":  # but packed ones are unpacked first
+        row_bytes = 4 * slots.shape[1] * (heads.keys.shape[2] + heads.rope)
+    out = q.new_empty(*q.shape[:2], heads.values.shape[1])
+    for rows in _row_blocks(len(q), row_bytes):
+        out[rows] = heads.attend(q[rows], *stored_keys(ctx.pool, LATENT, layer, slots[rows]))
+    return out
+
+
+def _absorbed(
+    q: Tensor, stored: Tensor, heads: LatentHeads, chunk: Chunk, chosen: Tensor | None
+) -> Tensor:
+    """A chunk's attention to entries as they are: q [n, H, N + rope] -> [n, H, V]."""
+    out = q.new_empty(*q.shape[:2], heads.values.shape[1])
+    widths = 2 * heads.keys.shape[2] + heads.rope  # absorbed query and weighted latent
+    for rows in _row_blocks(len(q), 4 * q.shape[1] * widths + 8 * chunk.end):
+        if chosen is not None:
+            idx = chosen[rows]
+        else:
+            every = torch.arange(chunk.start + rows.stop, device=q.device, dtype=torch.int32)
+            idx = torch.where(every <= _places(chunk, rows, q.device), every, -1)
+        out[rows] = heads.attend(q[rows], stored, idx)
+    return out
+
+
+def _expanded(
+    q: Tensor, stored: Tensor, heads: LatentHeads, chunk: Chunk, chosen: Tensor | None
+) -> Tensor:
+    """A chunk's attention with keys and values made for some heads at a time."""
+    latent, rotary = stored.split((heads.keys.shape[2], heads.rope), dim=1)
+    plain, value = heads.keys.shape[1], heads.values.shape[1]
+    out = q.new_empty(*q.shape[:2], value)
+    for own in _row_blocks(q.shape[1], 8 * chunk.end * (2 * plain + heads.rope + value)):
+        shared = rotary.expand(own.stop - own.start, -1, -1)
+        key = torch.cat((latent @ heads.keys[own].transpose(1, 2), shared), dim=2)  # [h, S, D]
+        values = latent @ heads.values[own].transpose(1, 2)  # [h, S, V]
+        query = q[:, own].transpose(0, 1)
+        if chunk.start == 0 and chosen is None:
+            o = _sdpa(query, key, values, heads.scale, None)
+            out[:, own] = o.transpose(0, 1)
+            continue
+        for rows in _row_blocks(len(q), 16 * chunk.end):
+            seen = chunk.start + rows.stop
+            mask = _mask(chunk, rows, chosen, q.device)
+            o = _sdpa(query[:, rows], key[:, :seen], values[:, :seen], heads.scale, mask)
+            out[rows, own] = o.transpose(0, 1)
+    return out
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> Tensor:
+    """[h, n, D], [h, S, D], [h, S, V] -> [h, n, V]; causal from the first token without mask."""
+    batched = (x.unsqueeze(0) for x in (q, k, v))
+    return F.scaled_dot_product_attention(
+        *batched, attn_mask=mask, is_causal=mask is None, scale=scale
+    ).squeeze(0)
+
+
+def _mask(chunk: Chunk, rows: slice, chosen: Tensor | None, device: torch.device) -> Tensor:
+    """[rows, entries up to the last row's own] bool: what each row attends to."""
+    seen = chunk.start + rows.stop
+    if chosen is None:
+        return torch.arange(seen, device=device) <= _places(chunk, rows, device)
+    idx = chosen[rows].long()
+    mask = torch.zeros(len(idx), seen + 1, dtype=torch.bool, device=device)
+    mask.scatter_(1, torch.where(idx < 0, seen, idx), True)  # one more column takes the absent
+    return mask[:, :seen]
+
+
+def _places(chunk: Chunk, rows: slice, device: torch.device) -> Tensor:
+    """[rows, 1] int64 positions of some of a chunk's tokens."""
+    first = chunk.start + rows.start
+    return torch.arange(first, chunk.start + rows.stop, device=device).unsqueeze(1)
+
+
+def _row_blocks(count: int, row_bytes: int) -> list[slice]:
+    """Slices that cover `count` rows, each of at most `BLOCK_BYTES` (but at least one row)."""
+    size = max(1, BLOCK_BYTES // max(row_bytes, 1))
+    return [slice(start, min(start + size, count)) for start in range(0, count, size)]

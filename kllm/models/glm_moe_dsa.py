@@ -1,0 +1,186 @@
+"""GLM-5 and GLM-5.2, DeepSeek-V3 and V3.2: latent attention, sparse by an indexer, experts.
+
+Sources: the GLM-5.2 model card; DeepSeek-V3 and DeepSeek-V3.2 technical reports. V3 has no
+indexer, V3.2 and GLM-5 have one in every layer, in GLM-5.2 most layers share the selection of
+a layer before them. Parts live in glm_moe_dsa_config, glm_moe_dsa_checkpoint and
+glm_moe_dsa_layers.
+"""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from kllm.attention.context import ForwardContext
+from kllm.attention.mla import INDEX_KEY, LATENT
+from kllm.cache.spec import CacheSpec, PagedState
+from kllm.errors import ConfigError
+from kllm.layers.embedding import VocabEmbedding, VocabHead
+from kllm.layers.linear import Linear
+from kllm.layers.norm import RMSNorm
+from kllm.models.base import CausalLM, Groups, WorkShape
+from kllm.models.glm_moe_dsa_checkpoint import manifest
+from kllm.models.glm_moe_dsa_config import (
+    FULL,
+    GlmMoeDsaConfig,
+    read_config,
+    scaled_config,
+    tiny_config,
+)
+from kllm.models.glm_moe_dsa_layers import GlmMoeDsaLayer
+from kllm.quant.entry import EntryFormat
+
+__all__ = [
+    "GlmMoeDsaConfig",
+    "GlmMoeDsaForCausalLM",
+    "build",
+    "cache_spec",
+    "manifest",
+    "read_config",
+    "scaled_config",
+    "tiny_config",
+    "work_shape",
+]
+
+GROUP = 128  # channels that share an FP8 scale, in latents and index keys
+PAGE_TOKENS = 64  # the page size of published MLA and indexer kernels
+
+
+def _group(channels: int) -> int:
+    return GROUP if channels % GROUP == 0 else channels
+
+
+def cache_spec(config: GlmMoeDsaConfig, mtp: bool = False) -> CacheSpec:
+    """Latents of every layer, index keys of the layers with an indexer.
+
+    Nothing is split by tensor parallelism: all heads read the same latent. The MTP head's
+    states are those of a layer behind the last one.
+    """
+    c = config
+    behind = (c.num_hidden_layers,) if mtp and c.mtp_layers else ()
+    latent = EntryFormat(
+        width=c.entry_width, fp8_channels=c.kv_lora_rank, group=_group(c.kv_lora_rank)
+    )
+    layers = (*range(c.num_hidden_layers), *behind)
+    paged = [PagedState(name=LATENT, layers=layers, entry=latent)]
+    if c.indexer:
+        dim = c.indexer.head_dim
+        key = EntryFormat(width=dim, fp8_channels=dim, group=_group(dim))
+        layers = (*c.layers_of(FULL), *behind)
+        paged.append(PagedState(name=INDEX_KEY, layers=layers, entry=key))
+    return CacheSpec(paged=tuple(paged), page_multiple=PAGE_TOKENS)
+
+
+def work_shape(config: GlmMoeDsaConfig) -> WorkShape:
+    """Counts for the cost model, unsplit, with attention in the absorbed form of decodes."""
+    c, layers = config, config.num_hidden_layers
+    per_entry = 2.0 * c.num_attention_heads * (c.entry_width + c.kv_lora_rank)
+    per_key = 2.0 * c.indexer.heads * c.indexer.head_dim if c.indexer else 0.0
+
+    def entries(context: int) -> Mapping[str, float]:
+        if c.indexer is None or context <= c.indexer.topk:  # all entries, nothing to select
+            return {LATENT: float(layers * context)}
+        keys = float(len(c.layers_of(FULL)) * context)
+        return {LATENT: float(layers * c.indexer.topk), INDEX_KEY: keys}
+
+    def flops(context: int) -> float:
+        read = entries(context)
+        return per_entry * read[LATENT] + per_key * read.get(INDEX_KEY, 0.0)
+
+    tables = {"embed.weight", "head.weight"}
+    return WorkShape(
+        token_params=sum(
+            t.parameters
+            for t in manifest(c)
+            if not t.mtp and t.expert is None and len(t.shape) == 2 and t.target not in tables
+        ),
+        head_params=c.vocab_size * c.hidden_size,
+        expert_params=3 * c.hidden_size * c.moe_intermediate_size,
+        num_experts=c.n_routed_experts,
+        experts_per_token=c.num_experts_per_tok,
+        moe_layers=sum(c.sparse_mlp),
+        attention_flops=flops,
+        attention_entries=entries,
+    )
+
+
+def build(config: GlmMoeDsaConfig, groups: Groups, mtp: bool = False) -> "GlmMoeDsaForCausalLM":
+    """The network with uninitialised weights.
+
+    Raises:
+        ConfigError: when an MTP head is asked for and the release has none.
+    """
+    if mtp and not config.mtp_layers:
+        raise ConfigError("this checkpoint has no MTP head; run it without MTP")
+    return GlmMoeDsaForCausalLM(config, groups, mtp)
+
+
+class MTPHead(nn.Module):
+    """Drafts token t + 2 from the state at t and token t + 1 (DeepSeek-V3, section 2.2).
+
+    Embedding and lm head are the backbone's. Its layer has an indexer and states of its own.
+    """
+
+    def __init__(self, config: GlmMoeDsaConfig, groups: Groups) -> None:
+        super().__init__()
+        d, eps = config.hidden_size, config.rms_norm_eps
+        self.e_norm, self.h_norm = RMSNorm(d, eps), RMSNorm(d, eps)
+        self.eh_proj = Linear(2 * d, d)
+        index = config.num_hidden_layers
+        self.layer = GlmMoeDsaLayer(config, config.mtp_indexer_type, True, index, groups)
+        self.norm = RMSNorm(d, eps)
+
+    def forward(self, state: Tensor, next_embeddings: Tensor, ctx: ForwardContext) -> Tensor:
+        """The state at t and the embedding of token t + 1, both [T, d] -> [T, d], normed."""
+        x = torch.cat((self.e_norm(next_embeddings), self.h_norm(state)), dim=1)
+        x, delta = self.layer(self.eh_proj(x), None, ctx)
+        y, _ = self.norm.add(delta, x)
+        return y
+
+
+class GlmMoeDsaForCausalLM(CausalLM):
+    """The whole network on one rank."""
+
+    def __init__(self, config: GlmMoeDsaConfig, groups: Groups, mtp: bool = False) -> None:
+        super().__init__()
+        self.config = config
+        self.cache_spec = cache_spec(config, mtp)
+        self.embed = VocabEmbedding(config.vocab_size, config.hidden_size, groups.vocab)
+        kinds = zip(config.indexer_types, config.sparse_mlp, strict=True)
+        self.layers = nn.ModuleList(
+            GlmMoeDsaLayer(config, indexer_type, sparse, i, groups)
+            for i, (indexer_type, sparse) in enumerate(kinds)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.head = VocabHead(config.hidden_size, config.vocab_size, groups.vocab)
+        self.mtp = MTPHead(config, groups) if mtp else None
+
+    def forward(self, ctx: ForwardContext) -> Tensor:
+        """[T, hidden] after the final norm, as both the lm head and the MTP head read it."""
+        x: Tensor = self.embed(ctx.token_ids)
+        delta: Tensor | None = None
+        for layer in self.layers:
+            x, delta = layer(x, delta, ctx)
+        assert delta is not None  # there is at least one layer
+        return self.norm.add(delta, x)[0]
+
+    def logits(self, state: Tensor) -> Tensor:
+        """[S, hidden] -> [S, V] float32."""
+        y: Tensor = self.head(state)
+        return y
+
+    def draft(self, ctx: ForwardContext, state: Tensor, next_ids: Tensor) -> Tensor:
+        """The MTP head's state [T, hidden] at the step's positions.
+
+        Args:
+            ctx: of the step that made `state`, or of a later draft step.
+            state: [T, hidden] from `forward`, or from the draft before.
+            next_ids: [T] int64, the token after each position.
+        """
+        assert self.mtp is not None, "built without the MTP head"
+        y: Tensor = self.mtp(state, self.embed(next_ids), ctx)
+        return y
+
+    def draft_logits(self, state: Tensor) -> Tensor:
+        """What `draft` returned, rows [S, hidden] -> logits [S, V] of the token after next."""
+        return self.logits(state)
