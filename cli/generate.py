@@ -50,6 +50,8 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
 ) -> None:
     """Answer a prompt with a real model, streaming."""
+    from dataclasses import replace
+
     from kllm.config import EngineConfig, SchedulerConfig
     from kllm.core import SamplingParams
     from kllm.engine.engine import Engine
@@ -72,16 +74,8 @@ def generate(
     ids = prompt_ids(_tokenizer(resolved), prompt, system, raw)
     # One request: the KV pool holds it and nothing else.
     length = min(len(ids) + max_tokens, resolved.config.max_position_embeddings)
-    engine = Engine(
-        EngineConfig(
-            model=model,
-            load=config.load,
-            device=device,
-            dtype=dtype,
-            max_model_len=length,
-            scheduler=SchedulerConfig(max_batch=1),
-        )
-    )
+    seats = SchedulerConfig(max_batch=1)
+    engine = Engine(replace(config, max_model_len=length, scheduler=seats))
     request = engine.add(ids, params, detokenize=True)
     for piece in engine.stream(request):
         if not as_json:

@@ -189,10 +189,12 @@ def largest_scale(
         cut = family.scaled_config(config, layers)
         return rank_bytes(family.manifest(cut), parallel, dtype) <= budget
 
+    low, high = FEWEST_LAYERS, config.num_hidden_layers
+    if low < high and not fits(low):  # asked first: it is the short manifest
+        return "tiny"
     if rank_bytes(family.manifest(config), parallel, dtype) <= budget:
         return "full"
-    low, high = FEWEST_LAYERS, config.num_hidden_layers
-    if low >= high or not fits(low):
+    if low >= high:
         return "tiny"
     while high - low > 1:  # fits(low), not fits(high)
         middle = (low + high) // 2
