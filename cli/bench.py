@@ -17,6 +17,10 @@ if TYPE_CHECKING:
 
 INTERRUPTED = 130
 DEFAULT_OUTPUT = Path("kllm-results")
+DETAILS = ("requests", "pairs")  # series that are stored and not printed
+# Ends of intervals, and what a table of a load is too narrow for; all are in the result file.
+NOT_SHOWN = ("_lo", "_hi", "_p90_ms", "_mean_ms", "e2e_p50_ms", "e2e_p99_ms", "isl", "osl")
+NOT_SHOWN += ("concurrency", "rate_per_s", "total_tokens_per_s")
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure the engine on this machine.")
 
@@ -299,28 +303,34 @@ def _print(result: "RunResult") -> None:
     from rich.markup import escape
 
     about = f"{result.model} ({result.scale}, {result.dtype}), fidelity: {result.fidelity}"
-    out.print(escape(f"{result.name}: {about}"), highlight=False)
+    out.print(escape(f"{result.name}: {about}"), highlight=False, soft_wrap=True)
     for series in result.series:
-        if series.name != "requests":
+        if series.name not in DETAILS:
             out.print(_table(series))
     for sentence in (result.verdict, result.boundary, *result.notes):
         if sentence:
-            out.print(escape(sentence), highlight=False)
+            out.print(escape(sentence), highlight=False, soft_wrap=True)
 
 
 def _table(series: "Series") -> Any:
     from rich.markup import escape
     from rich.table import Table
 
-    columns = [c for c in series.columns if not c.name.endswith(("_lo", "_hi"))]
+    columns = [c for c in series.columns if not c.name.endswith(NOT_SHOWN)]
     kept = [series.columns.index(column) for column in columns]
     table = Table()
     for column in columns:
         numeric = column.name not in ("state", "reason", "load")
-        table.add_column(column.name, justify="right" if numeric else "left")
+        table.add_column(
+            _heading(column.name), justify="right" if numeric else "left", overflow="fold"
+        )
     for row in series.rows or ():
         table.add_row(*(escape(_cell(row[index])) for index in kept))
     return table
+
+
+def _heading(name: str) -> str:
+    return name.replace("tokens_per_s", "tok/s").replace("_per_s", "/s").replace("_", " ")
 
 
 def _cell(value: object) -> str:

@@ -18,6 +18,9 @@ if TYPE_CHECKING:  # `kllm bench list` answers without torch and pandas
     from kllm.bench.serve_loop import ServingEngine
 
 
+# Admission keeps a page of each running request free; without room for it the last request of a
+# batch would wait, although the memory for it is there.
+SPARE_TOKENS = 256
 ProgressHook = Callable[[str, int, int], None]  # what is measured, points done, points in all
 
 
@@ -44,12 +47,17 @@ class Context:
 
     @contextmanager
     def engine(self, *, max_batch: int, max_tokens: int) -> "Iterator[ServingEngine]":
-        """An engine for requests of up to `max_tokens` tokens, closed at the end."""
-        config = replace(
-            self.config,
-            max_model_len=max_tokens,
-            scheduler=replace(self.config.scheduler, max_batch=max_batch),
+        """An engine for `max_batch` requests of up to `max_tokens` tokens, closed at the end."""
+        from kllm.models.load import resolve
+
+        scheduler = replace(
+            self.config.scheduler,
+            max_batch=max_batch,
+            token_budget=max(self.config.scheduler.token_budget, max_batch),
         )
+        most: int = resolve(self.config).config.max_position_embeddings
+        length = max(max_tokens, min(max_tokens + SPARE_TOKENS, most))
+        config = replace(self.config, scheduler=scheduler, max_model_len=length)
         engine = self.make_engine(config)
         try:
             yield engine

@@ -86,7 +86,7 @@ class ComparePowerBench:
     slowdown: float = 0.10  # share of a step's time added to it
     batch: int = 8
     isl: int = 32
-    osl: int = 24
+    osl: int = 12
     interleaved: bool = True  # the two sides of a pair take turns; else one after the other
 
     def __post_init__(self) -> None:

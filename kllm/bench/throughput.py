@@ -92,24 +92,25 @@ class ThroughputBench:
             f"Most output at {best['load']}: {best['output_tokens_per_s']:.4g} tokens/s with "
             f"TTFT p50 {best['ttft_p50_ms']:.3g} ms and TPOT p50 {best['tpot_p50_ms']:.3g} ms."
         )
-        pairs = itertools.pairwise(rows)
-        knee = next(
-            (
-                one["load"]
-                for one, two in pairs
-                if two["output_tokens_per_s"] < KNEE_GAIN * one["output_tokens_per_s"]
-            ),
-            None,
-        )
-        swept = f"{rows[0]['load']} to {rows[-1]['load']}"
-        if len(rows) == 1:
-            record.boundary = "One load does not show where throughput stops growing."
-        elif knee:
-            record.boundary = (
-                f"Beyond {knee} the next load brings less than {KNEE_GAIN - 1:.0%} more output."
+        record.boundary = _boundary(rows)
+
+
+def _boundary(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Where more requests in flight stop paying, along a sweep that changes nothing else."""
+    if len(rows) == 1:
+        return "One load does not show where throughput stops growing."
+    if len({(row["isl"], row["osl"]) for row in rows}) > 1 or not all(
+        row.get("concurrency") for row in rows
+    ):
+        return "The loads differ in more than their concurrency: no boundary along it."
+    for one, two in itertools.pairwise(rows):
+        if two["output_tokens_per_s"] < KNEE_GAIN * one["output_tokens_per_s"]:
+            return (
+                f"Beyond {one['load']} the next load brings less than {KNEE_GAIN - 1:.0%} more "
+                "output."
             )
-        else:
-            record.boundary = f"In the swept range ({swept}) more load always brought more output."
+    swept = f"{rows[0]['load']} to {rows[-1]['load']}"
+    return f"In the swept range ({swept}) more load always brought more output."
 
 
 def label(load: Workload) -> str:

@@ -124,11 +124,20 @@ def test_throughput_finds_the_knee(tmp_path: Path) -> None:
     record = Record(Subject(name="n", model="m", scale="tiny", dtype="float32"), tmp_path)
     for load_name, rate in (("a", 10.0), ("b", 19.0), ("c", 19.5), ("d", 20.0)):
         row = {"load": load_name, "output_tokens_per_s": rate, "ttft_p50_ms": 1, "tpot_p50_ms": 1}
+        row |= {"concurrency": 1, "isl": "4", "osl": "3"}
         record.row("sweep", {**row, "state": "ok"})
     ThroughputBench(loads=[parse("4:3:1")]).conclude(record)
     assert record.boundary == "Beyond b the next load brings less than 5% more output."
     assert record.verdict is not None
     assert record.verdict.startswith("Most output at d")
+
+
+def test_different_loads_have_no_boundary_along_concurrency(tmp_path: Path) -> None:
+    loads = [parse("4:3:1", num_requests=2), parse("5:3:2", num_requests=2)]
+    bench = ThroughputBench(loads=loads)
+    result, _ = run_bench(bench, context(lambda: FakeEngine(Clock())), tmp_path)
+    assert result.boundary is not None
+    assert "differ in more" in result.boundary
 
 
 @pytest.mark.parametrize("slowdown", [0.5, 2.0])
