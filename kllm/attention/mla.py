@@ -49,8 +49,9 @@ class LatentHeads:
 
     def absorb(self, q: Tensor) -> Tensor:
         """Queries [T, H, N + rope] -> [T, H, R + rope], to be compared with entries."""
-        plain, rotary = q.split((self.keys.shape[1], self.rope), dim=2)
-        return torch.cat(((plain.transpose(0, 1) @ self.keys).transpose(0, 1), rotary), dim=2)
+        plain = self.keys.shape[1]
+        absorbed = (q[..., :plain].transpose(0, 1) @ self.keys).transpose(0, 1)
+        return torch.cat((absorbed, q[..., plain:]), dim=2)
 
     def project(self, o: Tensor) -> Tensor:
         """Weighted sums of latents [T, H, R] -> outputs [T, H, V]."""
@@ -222,8 +223,9 @@ def _expanded(
     q: Tensor, stored: Tensor, heads: LatentHeads, chunk: Chunk, chosen: Tensor | None
 ) -> Tensor:
     """A chunk's attention with keys and values made for some heads at a time."""
-    latent, rotary = stored.split((heads.keys.shape[2], heads.rope), dim=1)
-    plain, value = heads.keys.shape[1], heads.values.shape[1]
+    plain, rank = heads.keys.shape[1:]
+    value = heads.values.shape[1]
+    latent, rotary = stored[:, :rank], stored[:, rank:]
     out = q.new_empty(*q.shape[:2], value)
     for own in _row_blocks(q.shape[1], 8 * chunk.end * (2 * plain + heads.rope + value)):
         shared = rotary.expand(own.stop - own.start, -1, -1)
@@ -244,10 +246,9 @@ def _expanded(
 
 def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) -> Tensor:
     """[h, n, D], [h, S, D], [h, S, V] -> [h, n, V]; causal from the first token without mask."""
-    batched = (x.unsqueeze(0) for x in (q, k, v))
-    return F.scaled_dot_product_attention(
-        *batched, attn_mask=mask, is_causal=mask is None, scale=scale
-    ).squeeze(0)
+    q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
+    o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
+    return o.squeeze(0)
 
 
 def _mask(chunk: Chunk, rows: slice, chosen: Tensor | None, device: torch.device) -> Tensor:

@@ -107,7 +107,7 @@ class GlmMoeDsaConfig:
     @property
     def softmax_scale(self) -> float:
         """D^-0.5, with YaRN times (0.1 mscale ln(factor) + 1)^2 (DeepSeek-V3)."""
-        scale = self.qk_head_dim**-0.5
+        scale: float = self.qk_head_dim**-0.5
         if self.yarn and self.yarn.factor > 1:
             scale *= (0.1 * self.yarn_mscale * math.log(self.yarn.factor) + 1.0) ** 2
         return scale

@@ -115,7 +115,8 @@ class LatentAttention(nn.Module):
 
     def _latent_heads(self) -> LatentHeads:
         weight = self.kv_b.weight.view(self.heads, -1, self.rank)  # [H, N + V, R]
-        return LatentHeads(*weight.split((self.plain, self.value), dim=1), self.rope, self.scale)
+        keys, values = weight[:, : self.plain], weight[:, self.plain :]
+        return LatentHeads(keys, values, self.rope, self.scale)
 
 
 def build_ffn(config: GlmMoeDsaConfig, sparse: bool, groups: Groups) -> MoE | GatedMLP:
