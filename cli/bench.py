@@ -28,6 +28,7 @@ Model = Annotated[str, typer.Option(help="Preset name, model folder or GGUF file
 Scale = Annotated[str, typer.Option(help="Model scale: auto, full, layers:N or tiny.")]
 Device = Annotated[str, typer.Option(help="Device: auto, cpu, cuda or cuda:N.")]
 Dtype = Annotated[str, typer.Option(help="Dtype of weights: auto, float32, bfloat16, float16.")]
+Load = Annotated[str, typer.Option(help="Weights: auto (real ones if any), weights or random.")]
 KvDtype = Annotated[str, typer.Option(help="Dtype of the KV cache: auto, a dtype, or fp8.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Measurements of each point.")]
 Seed = Annotated[int, typer.Option(help="Seed of weights, lengths and prompts.")]
@@ -48,6 +49,7 @@ class _Options:
     seed: int
     output: Path
     as_json: bool
+    load: str = "auto"
     token_budget: int = 2048
 
     def config(self) -> "EngineConfig":
@@ -56,6 +58,7 @@ class _Options:
         return EngineConfig(
             model=self.model,
             scale=self.scale,
+            load=self.load,  # type: ignore[arg-type]  # EngineConfig checks it
             device=self.device,
             dtype=self.dtype,
             seed=self.seed,
@@ -93,6 +96,7 @@ def latency(
     osl: Annotated[int, typer.Option(help="Output tokens; 0: by machine.")] = 0,
     token_budget: Annotated[int, typer.Option(min=1, help="Tokens a step may hold.")] = 2048,
     scale: Scale = "auto",
+    load: Load = "auto",
     device: Device = "auto",
     dtype: Dtype = "auto",
     kv_dtype: KvDtype = "auto",
@@ -134,6 +138,7 @@ def throughput(
     ] = 0,
     token_budget: Annotated[int, typer.Option(min=1, help="Tokens a step may hold.")] = 2048,
     scale: Scale = "auto",
+    load: Load = "auto",
     device: Device = "auto",
     dtype: Dtype = "auto",
     kv_dtype: KvDtype = "auto",
@@ -175,6 +180,7 @@ def overhead(
     scale: Scale = "tiny",
     running: Annotated[int, typer.Option(min=1, help="Running requests, no model.")] = 256,
     batch: Annotated[int, typer.Option(min=1, help="Running requests, with the model.")] = 64,
+    load: Load = "auto",
     device: Device = "auto",
     dtype: Dtype = "auto",
     kv_dtype: KvDtype = "auto",
@@ -217,6 +223,7 @@ def compare_power(
     tries: Annotated[int, typer.Option(min=1, help="Pairs with a slowed second side.")] = 20,
     slowdown: Annotated[float, typer.Option(help="Share of a step's time added to it.")] = 0.1,
     interleaved: Annotated[bool, typer.Option(help="Let the sides of a pair take turns.")] = True,
+    load: Load = "auto",
     device: Device = "auto",
     dtype: Dtype = "auto",
     kv_dtype: KvDtype = "auto",

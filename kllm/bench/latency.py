@@ -121,15 +121,24 @@ class LatencyBench:
             f"{row['achieved_over_floor']:.3g} times its floor"
             for row in ([first] if first is last else [first, last])
         )
-        limit = KNEE * first["step_ms"]
-        beyond = [row["batch"] for row in rows if row["step_ms"] > limit]
-        swept = f"batch {first['batch']} to {last['batch']}"
-        record.boundary = (
+        record.boundary = _boundary(rows)
+
+
+def _boundary(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Up to which batch size batching is nearly free."""
+    first, last = rows[0], rows[-1]
+    if first is last:
+        return "One batch size does not show where batching starts to cost."
+    beyond = [row["batch"] for row in rows if row["step_ms"] > KNEE * first["step_ms"]]
+    if beyond:
+        return (
             f"From batch {beyond[0]} on a step takes more than {KNEE} times as long as at batch "
             f"{first['batch']}."
-            if beyond
-            else f"In the swept range ({swept}) no step takes more than {KNEE} times the first."
         )
+    return (
+        f"In the swept range (batch {first['batch']} to {last['batch']}) no step takes more than "
+        f"{KNEE} times the first."
+    )
 
 
 def _summary(run: WorkloadRun, batch: int) -> _Repeat:
