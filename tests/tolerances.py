@@ -17,3 +17,4 @@ LOGITS = {
 
 # GEMM and MoE: 1 - 2<x,y> / (<x,x> + <y,y>).
 GEMM_DISTANCE = {torch.bfloat16: 1e-5, "fp8": 1e-3, "fp4": 1e-2}
+MOE_DISTANCE = 3e-5  # bfloat16: two products in a row, the hidden layer rounded between them

@@ -10,9 +10,12 @@ from kllm.core import Plan
 from kllm.engine.memory import page_size
 from kllm.errors import CapacityError
 from kllm.models.base import CausalLM
+from kllm.models.devices import free_bytes
 
-# The step that is measured holds one fresh prompt; long contexts and captured graphs need more.
+# A full chunk of a fresh prompt is measured, and a short one at the end of the longest context:
+# what grows with the chunk and what grows with the context. Captured graphs need some more.
 MARGIN = 1.25
+SHORT_CHUNK = 128  # tokens
 
 
 def activation_bytes(
@@ -25,11 +28,14 @@ def activation_bytes(
     """
     if device.type != "cuda":
         return 0
-    tokens = min(config.scheduler.token_budget, model.config.max_position_embeddings)
+    page = page_size(config, model.cache_spec)
+    positions = config.max_model_len or model.config.max_position_embeddings
+    room = int(free_bytes(device) // model.cache_spec.bytes_per_token(kv_dtype))
+    longest = max(1, min(positions, room))
+    tokens = min(config.scheduler.token_budget, longest)
     try:
-        peak = _run_once(
-            model, tokens, page_size(config, model.cache_spec), kv_dtype, dtype, device
-        )
+        fresh = _peak(model, tokens, tokens, page, kv_dtype, dtype, device)
+        late = _peak(model, min(SHORT_CHUNK, tokens), longest, page, kv_dtype, dtype, device)
     except torch.OutOfMemoryError:
         raise CapacityError(
             f"a step of {tokens} tokens does not fit beside the weights; use a smaller scale "
@@ -38,14 +44,23 @@ def activation_bytes(
     finally:
         torch.cuda.empty_cache()
     logits = 3 * 4 * config.scheduler.max_batch * model.config.vocab_size  # float32, while sampling
-    return int(MARGIN * peak) + logits
+    return int(MARGIN * (fresh + late)) + logits
 
 
 @torch.inference_mode()
-def _run_once(
-    model: CausalLM, tokens: int, page: int, kv_dtype: str, dtype: torch.dtype, device: torch.device
+def _peak(
+    model: CausalLM,
+    tokens: int,
+    context: int,
+    page: int,
+    kv_dtype: str,
+    dtype: torch.dtype,
+    device: torch.device,
 ) -> int:
-    num_pages = -(-tokens // page)
+    """Bytes above weights and KV while the last `tokens` of `context` tokens run."""
+    # The block table names the same few pages over and over: sizes are those of the context.
+    num_pages = -(-tokens // page) + 1
+    width = -(-context // page)
     pool = KVPool(
         model.cache_spec,
         num_pages=num_pages,
@@ -60,10 +75,10 @@ def _run_once(
         num_decodes=int(tokens == 1),
         rows=np.zeros(1, np.int32),
         query_lens=np.array([tokens], np.int32),
-        context_lens=np.array([tokens], np.int32),
+        context_lens=np.array([context], np.int32),
         token_ids=np.arange(tokens, dtype=np.int64) % model.config.vocab_size,
-        positions=np.arange(tokens, dtype=np.int64),
-        block_tables=np.arange(num_pages, dtype=np.int32)[None],
+        positions=np.arange(context - tokens, context, dtype=np.int64),
+        block_tables=(np.arange(width, dtype=np.int32) % num_pages)[None],
         samples=np.ones(1, bool),
     )
     torch.cuda.synchronize(device)

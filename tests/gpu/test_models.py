@@ -18,10 +18,10 @@ FAMILIES = sorted(LOGITS)
 CHUNKS = [41, 20, 1, 1, 1, 1, 1]
 
 
-def tiny_on_cpu(name: str) -> tuple[CausalLM, Any]:
+def tiny_on_cpu(name: str, config: Any = None) -> tuple[CausalLM, Any]:
     family: Any = MODELS[name]()
     with default_device_and_dtype(torch.device("cpu"), torch.float32):
-        model = family.build(family.tiny_config(), Groups.single())
+        model = family.build(config or family.tiny_config(), Groups.single())
     fill_random(model, family, seed=0)
     return model.eval(), family
 
@@ -41,17 +41,32 @@ def test_float32_logits_equal_those_of_the_cpu(cuda: torch.device, name: str) ->
     torch.testing.assert_close(run(moved, CHUNKS, "float32"), want, rtol=0, atol=20 * LOGITS[name])
 
 
+def without_choices(name: str) -> Any:
+    """The tiny config with every expert and every index entry taken.
+
+    A random tiny router is full of near ties: one rounding sends a token to other experts, and
+    its logits then say nothing about the arithmetic.
+    """
+    config = MODELS[name]().tiny_config()
+    if name == "llama":
+        return config
+    everyone = replace(config, num_experts_per_tok=config.n_routed_experts)
+    if name == "deepseek_v4":
+        return replace(everyone, index_topk=4096)
+    return replace(everyone, indexer=replace(config.indexer, topk=4096))
+
+
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_bfloat16_logits_are_close_to_float32(cuda: torch.device, name: str, kv_dtype: str) -> None:
-    model, family = tiny_on_cpu(name)
+    config = without_choices(name)
+    model, family = tiny_on_cpu(name, config)
     want = run(model, CHUNKS, "float32")
     with default_device_and_dtype(cuda, torch.bfloat16):
-        rounded = family.build(family.tiny_config(), Groups.single())
+        rounded = family.build(config, Groups.single())
     rounded.load_state_dict(model.state_dict())
     rounded.use_attention("auto", kv_dtype)
     found = run(rounded.eval(), CHUNKS, kv_dtype)
-    # A discrete choice (expert, index entry) may fall the other way for a few tokens.
     errors = (found - want).norm(dim=1) / want.norm(dim=1)
     assert errors.median() < (0.05 if kv_dtype == "bfloat16" else 0.15)
 
