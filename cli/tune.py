@@ -152,7 +152,7 @@ def _print_result(tuned: "Tuned") -> None:
             other = f"{default.median:.4g}" if default and default.median is not None else ""
             table.add_row(f"{name}{unit}", f"{metric.median:.4g}", ends, other)
         out.print(table)
-        _line(f"{result.model} ({result.scale}), fidelity {result.fidelity}, {result.verdict}")
+        _line(f"{result.model} ({result.scale}), fidelity {result.fidelity}: {result.verdict}")
         if result.boundary:
             _line(f"boundary: {result.boundary}")
     importance = result.find_series("importance")

@@ -60,7 +60,7 @@ class PlainView(Watcher):
 
     def comparing(self, done: int, total: int) -> None:
         """Say that the winner is measured again, once."""
-        if done <= 2:
+        if done == 0:
             self.line(f"measuring the winner and the default in turn, {total} runs")
 
     def cells(self, trial: Trial) -> tuple[str, str, str, str]:

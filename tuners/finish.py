@@ -69,15 +69,15 @@ def compare(
     a, b = _Arm(default), _Arm(winner.settings)
     if dict(winner.settings) == dict(default):
         for done in range(pairs):
+            progress(done, pairs)
             _measure(goal, b, run)
-            progress(done + 1, pairs)
             if asked_to_stop():
                 break
         return Comparison(conclusion="default only", winner=tuple(b.runs), failure=b.failure)
     for round_ in range(pairs):
+        progress(2 * round_, 2 * pairs)
         for arm in (a, b) if round_ % 2 == 0 else (b, a):
             _measure(goal, arm, run)
-        progress(2 * (round_ + 1), 2 * pairs)
         if asked_to_stop() or b.failure:
             break
     return conclude(goal, default=a.runs, winner=b.runs, failure=b.failure)

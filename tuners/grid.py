@@ -17,6 +17,7 @@ from kllm.config import EngineConfig
 from kllm.errors import DataError
 from kllm.tuners.outcome import Outcome
 from kllm.tuners.params import CONSTRAINTS, PARAMS
+from kllm.tuners.prior import Prior
 from kllm.tuners.space import Site, Space, Value
 
 
@@ -29,7 +30,8 @@ class Header:
     base: EngineConfig
     candidates: dict[str, list[Value]]  # by parameter
     concurrency: int | None  # of a closed loop
-    predicted: list[float] = field(default_factory=list)  # by point: log of the cost model
+    predicted: list[float] = field(default_factory=list)  # `Prior.logs`
+    predicted_slo: list[float] = field(default_factory=list)  # `Prior.slo_logs`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,6 +49,13 @@ class Grid:
     header: Header
     space: Space
     outcomes: tuple[Outcome, ...]  # in the order of space.points
+
+    @property
+    def prior(self) -> Prior | None:
+        """What the cost model said on the recorded machine."""
+        if not self.header.predicted:
+            return None
+        return Prior(np.array(self.header.predicted), np.array(self.header.predicted_slo))
 
     @property
     def run_s(self) -> float:

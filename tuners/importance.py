@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from kllm.tuners import surrogate
 from kllm.tuners.objective import Goal
-from kllm.tuners.sampler import scores
+from kllm.tuners.sampler import merits
 from kllm.tuners.space import Space
 
 FEWEST_TRIALS = 6  # below this the surrogate says little more than its prior
@@ -31,8 +31,7 @@ def importance(
     """
     if len(measured) < FEWEST_TRIALS:
         return {}
-    weights = np.eye(len(goal.objectives))[0]
-    y = scores(goal, [metrics for _, metrics in measured], weights)
+    y = merits(goal, [metrics for _, metrics in measured])
     if np.ptp(y) == 0:
         return {}
     tried = np.array([index for index, _ in measured], dtype=np.int64)

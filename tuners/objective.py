@@ -70,6 +70,12 @@ class Slo:
         fast = row.tpot_s is None or row.tpot_s <= self.tpot_s
         return row.ok and row.ttft_s <= self.ttft_s and fast
 
+    def ratio(self, row: Timed) -> float:
+        """The request's worst time over its limit; at most 1 meets the SLO."""
+        if not row.ok:
+            return math.inf
+        return max(row.ttft_s / self.ttft_s, (row.tpot_s or 0.0) / self.tpot_s)
+
     def scaled(self, factor: float) -> "Slo":
         """Both limits times `factor`."""
         return Slo(

@@ -99,6 +99,7 @@ METRICS: dict[str, tuple[str, Direction]] = {
     "output_tokens_per_s": ("tokens/s", "higher"),
     "requests_per_s": ("requests/s", "higher"),
     "attainment": ("", "higher"),
+    "slo_ratio": ("", "lower"),
     **{
         f"{what}_p{q}_ms": ("ms", "lower") for what in ("ttft", "tpot", "e2e") for q in (50, 90, 99)
     },
@@ -110,8 +111,10 @@ def measure(outcome: Outcome, slo: Slo) -> dict[str, float]:
     """The metrics of METRICS that a run gives; empty for a failed one.
 
     Goodput counts output tokens of requests that met every limit (Zhong et al. 2024, DistServe).
-    Attainment is the share of ended requests that did. A stopped run's rates count the tokens
-    of requests that were still running, weighed with the attainment of those that had ended.
+    Attainment is the share of ended requests that did. `slo_ratio` is the time over its limit
+    that the target share of requests stays within: at most 1 where the SLO is met. A stopped
+    run's rates count the tokens of requests that were still running, weighed with the attainment
+    of those that had ended.
     """
     rows, seconds = outcome.requests, outcome.run_s
     if outcome.state == "failed" or seconds <= 0:
@@ -131,6 +134,10 @@ def measure(outcome: Outcome, slo: Slo) -> dict[str, float]:
         "requests_per_s": len(rows) / seconds,
         "attainment": attainment,
     }
+    if slo.limited and rows:
+        ratios = [slo.ratio(row) for row in rows]
+        quantile = np.percentile(ratios, 100 * slo.attainment, method="inverted_cdf")
+        values["slo_ratio"] = float(quantile)
     for what in ("ttft", "tpot", "e2e"):
         seen = [v for row in rows if (v := getattr(row, f"{what}_s")) is not None]
         for q in (50, 90, 99):

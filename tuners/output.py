@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from kllm import __version__, hardware
-from kllm.bench.record import Clocks, code_commit
+from kllm.bench.record import Clocks, code_commit, new_run_id
 from kllm.recipes.schema import (
     Boundary,
     Hardware,
@@ -29,6 +29,18 @@ from kllm.tuners.setup import Setup, describe
 from kllm.tuners.space import Settings
 from kllm.tuners.study import Trial
 
+# What a recipe quotes; everything else is in the result.
+QUOTED = (
+    "goodput_tokens_per_s",
+    "output_tokens_per_s",
+    "attainment",
+    "ttft_p50_ms",
+    "ttft_p90_ms",
+    "tpot_p50_ms",
+    "tpot_p90_ms",
+    "e2e_p50_ms",
+    "peak_memory_gib",
+)
 STATES = {"complete": "complete", "stopped": "pruned", "pruned": "pruned", "failed": "failed"}
 
 
@@ -103,7 +115,7 @@ def result_of(findings: Findings) -> RunResult:
     clocks.look()
     config = setup.space.config(findings.recommended)
     return RunResult(
-        run_id=f"{findings.started_at:%Y%m%dT%H%M%SZ}-{slug(findings.study)}",
+        run_id=new_run_id(findings.started_at),
         command=findings.command,
         kind="tune",
         name=findings.study,
@@ -282,7 +294,7 @@ def recipe_of(findings: Findings, result: RunResult) -> Recipe:
         measured={
             name: Measured(unit=m.unit, median=m.median, ci95=m.ci95)
             for name, m in result.metrics.items()
-            if m.median is not None and name in METRICS
+            if m.median is not None and name in QUOTED
         },
         fidelity=result.fidelity,
         verdict=findings.verdict,

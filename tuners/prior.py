@@ -6,7 +6,7 @@ below the best measured value. The model never decides which trial wins.
 """
 
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,30 +14,44 @@ from numpy.typing import NDArray
 
 from kllm.tuners.space import Settings, Space
 
-Predictor = Callable[[Settings], float]  # the first objective, more is better; NaN: not known
-
 MIN_TRIALS = 5  # before that the model's error is not known
 ERROR_FACTOR = 1.5  # times the largest error seen
 ERROR_FLOOR = math.log(1.1)  # and never less than this
 HOPELESS = math.log(0.8)  # share of the best that a point must be able to reach
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Guess:
+    """What the model says about one point; NaN: not known."""
+
+    value: float  # the first objective without its SLO, more is better
+    slo_ratio: float  # the worse of TTFT and TPOT over its limit
+
+
 @dataclass(frozen=True, slots=True)
 class Prior:
-    """Log predictions for every point of a space."""
+    """Predictions for every point of a space."""
 
-    logs: NDArray[np.float64]  # [points]
+    logs: NDArray[np.float64]  # [points] log of the value
+    slo_logs: NDArray[np.float64]  # [points] log of the SLO ratio; all 0 without an SLO
 
     @classmethod
-    def of(cls, space: Space, predict: Predictor) -> "Prior | None":
+    def of(cls, space: Space, predict: Callable[[Settings], Guess]) -> "Prior | None":
         """Predict every point; None when the model cannot tell any two apart."""
-        values = np.array([predict(space.settings(i)) for i in range(len(space.points))])
-        known = np.isfinite(values) & (values > 0)
-        if not known.any():
+        guesses = [predict(space.settings(i)) for i in range(len(space.points))]
+        logs = _logs([guess.value for guess in guesses])
+        slo_logs = _logs([guess.slo_ratio for guess in guesses])
+        if logs is None or np.ptp(logs) == 0:
             return None
-        # An unknown point gets the median: neither preferred nor dropped.
-        values = np.where(known, values, np.median(values[known]))
-        return cls(np.log(values)) if np.ptp(values) > 0 else None
+        return cls(logs, np.zeros_like(logs) if slo_logs is None else slo_logs)
+
+    @property
+    def favourite(self) -> int:
+        """The model's best: the highest value that meets the SLO, or the nearest to meeting it."""
+        meets = self.slo_logs <= 0
+        if not meets.any():
+            return int(np.argmin(self.slo_logs))
+        return int(np.argmax(np.where(meets, self.logs, -np.inf)))
 
     def hopeless(self, index: int, measured: Mapping[int, float], best: float) -> str:
         """Why a point need not be run, or "".
@@ -61,6 +75,15 @@ class Prior:
         )
 
 
+def _logs(values: Sequence[float]) -> NDArray[np.float64] | None:
+    """Logs; what is not known gets the median, so that it is neither preferred nor dropped."""
+    data = np.array(values)
+    known = np.isfinite(data) & (data > 0)
+    if not known.any():
+        return None
+    return np.log(np.where(known, data, np.median(data[known])))
+
+
 def first_point(
     space: Space, prior: Prior | None, taken: Collection[int], rng: np.random.Generator
 ) -> int:
@@ -76,7 +99,7 @@ def first_point(
     """
     favourites = [space.find(space.default)]
     if prior is not None:
-        favourites.append(int(np.argmax(prior.logs)))
+        favourites.append(prior.favourite)
     for point in favourites:
         if point is not None and point not in taken:
             return point

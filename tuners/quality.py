@@ -15,7 +15,6 @@ import optuna
 from kllm.tuners.grid import Grid
 from kllm.tuners.objective import Goal
 from kllm.tuners.outcome import Outcome, measure
-from kllm.tuners.prior import Prior
 from kllm.tuners.replay import Replay
 from kllm.tuners.sampler import PointSampler
 from kllm.tuners.search import Search
@@ -134,8 +133,7 @@ def search_path(grid: Grid, goal: Goal, seed: int, *, trials: int, best: float) 
         seconds.append(replay.spent_s)
         return outcome
 
-    prior = Prior(np.array(grid.header.predicted)) if grid.header.predicted else None
-    sampler = PointSampler(grid.space, goal, prior=prior, seed=seed)
+    sampler = PointSampler(grid.space, goal, prior=grid.prior, seed=seed)
     study = open_study(
         optuna.storages.InMemoryStorage(),
         "replay",

@@ -7,6 +7,7 @@ largest expected improvement under a Gaussian process. Points that run elsewhere
 they had come out as believed (the "kriging believer", Ginsbourger et al. 2010).
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.samplers import BaseSampler
 from optuna.trial import FrozenTrial, TrialState
+from scipy.special import ndtr
 
 from kllm.tuners import surrogate
 from kllm.tuners.objective import Goal
@@ -24,6 +26,7 @@ from kllm.tuners.prior import Prior, first_point
 from kllm.tuners.space import Space
 
 FIRST_POINTS = 5  # the default, the model's best, and three spread-out ones
+SLO_SPAN = 3.0  # log units from the limit: 20 times too slow is just too slow
 SCORE_SPAN = 3.0  # log units below the best at which scores are cut: 20 times worse is just bad
 AUGMENT = 0.05  # share of the plain sum in a Pareto scalarisation (Knowles 2006, ParEGO)
 
@@ -69,26 +72,40 @@ def evidence(trials: Sequence[FrozenTrial], space: Space, but: int | None = None
 def scores(
     goal: Goal, runs: Sequence[Mapping[str, float]], weights: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Log scores of runs, higher is better; a run that misses its SLO is marked down.
+    """[runs] log scores, higher is better, whether or not the SLO is met.
 
-    The mark-down grows from nothing at the target, so that points around the edge of what is
-    feasible, where the best one often lies, still tell about each other.
+    Whether it is met is modelled apart (`slo_logs`): the goodput of a run that misses its SLO
+    drops to nothing at once and would tell little about the points around it. So goodput is
+    scored as throughput times an attainment that is never below its target.
     """
-    table = np.full((len(runs), len(goal.objectives)), np.nan)
+    table = np.full((len(runs), len(goal.objectives)), -np.inf)
     for row, metrics in enumerate(runs):
         for column, objective in enumerate(goal.objectives):
             value = metrics.get(objective.metric, 0.0)
+            if objective.name == "goodput":
+                share = max(metrics.get("attainment", 0.0), goal.slo.attainment)
+                value = metrics.get("output_tokens_per_s", 0.0) * share
             if value > 0:
                 table[row, column] = objective.sign * np.log(value)
-    top = np.nanmax(table, axis=0) if np.isfinite(table).any() else np.zeros(table.shape[1])
-    table = np.maximum(np.where(np.isnan(table), -np.inf, table), top - SCORE_SPAN)
+    top = table.max(axis=0)
+    top = np.where(np.isfinite(top), top, 0.0)
+    table = np.maximum(table, top - SCORE_SPAN)
+    if goal.single:
+        return np.asarray(table[:, 0])
     weighted = (table - top) * weights
-    total = weighted.min(axis=1) + AUGMENT * weighted.sum(axis=1)
-    if len(goal.objectives) == 1:
-        total = table[:, 0]
-    misses = np.array([max(goal.deficit(m), 0.0) for m in runs])
-    marked: NDArray[np.float64] = total + np.log1p(-np.minimum(misses / goal.slo.attainment, 0.95))
-    return marked
+    return np.asarray(weighted.min(axis=1) + AUGMENT * weighted.sum(axis=1))
+
+
+def slo_logs(runs: Sequence[Mapping[str, float]]) -> NDArray[np.float64]:
+    """[runs] log of the time over its limit; at most 0 meets the SLO."""
+    ratios = [metrics.get("slo_ratio", math.inf) for metrics in runs]
+    return np.clip(np.log(np.maximum(ratios, 1e-9)), -SLO_SPAN, SLO_SPAN)
+
+
+def merits(goal: Goal, runs: Sequence[Mapping[str, float]]) -> NDArray[np.float64]:
+    """[runs] scores by the first objective, marked down by how far the SLO is missed."""
+    values = scores(goal, runs, np.eye(len(goal.objectives))[0])
+    return values - np.maximum(slo_logs(runs), 0.0) if goal.slo.limited else values
 
 
 class PointSampler(BaseSampler):
@@ -150,15 +167,18 @@ class PointSampler(BaseSampler):
         """Points that are not to be run again."""
         return evidence(trials, self.space).taken
 
-    def complete_scores(self, trials: Sequence[FrozenTrial]) -> dict[int, float]:
-        """Log scores of the points that were measured to the end, by the first objective."""
+    def ruled_out(self, index: int, trials: Sequence[FrozenTrial]) -> str:
+        """Why the cost model is sure that a point cannot win, or ""."""
         seen = evidence(trials, self.space)
-        runs = [(index, metrics) for index, metrics in seen.measured if index in seen.complete]
-        if not runs:
-            return {}
-        weights = np.eye(len(self.goal.objectives))[0]
-        values = scores(self.goal, [metrics for _, metrics in runs], weights)
-        return {index: float(value) for (index, _), value in zip(runs, values, strict=True)}
+        runs = [(i, metrics) for i, metrics in seen.measured if i in seen.complete]
+        if self.prior is None or not self.goal.single or not runs:
+            return ""
+        values = scores(self.goal, [metrics for _, metrics in runs], np.ones(1))
+        fine = [v for v, (_, m) in zip(values, runs, strict=True) if self.goal.feasible(m)]
+        if not fine:
+            return ""
+        measured = {i: float(v) for v, (i, _) in zip(values, runs, strict=True)}
+        return self.prior.hopeless(index, measured, float(max(fine)))
 
     def propose(self, seen: Evidence, number: int) -> int | None:
         """The next point, or None when every point is taken."""
@@ -174,18 +194,43 @@ class PointSampler(BaseSampler):
     def _best_expected(
         self, seen: Evidence, left: NDArray[np.int64], rng: np.random.Generator
     ) -> int:
-        weights = rng.dirichlet(np.ones(len(self.goal.objectives)))
+        """Largest expected improvement times chance to meet the SLO (Gardner et al. 2014)."""
+        runs = [metrics for _, metrics in seen.measured]
         tried = np.array([index for index, _ in seen.measured], dtype=np.int64)
-        y = scores(self.goal, [metrics for _, metrics in seen.measured], weights)
-        predicted = self.prior.logs if self.prior is not None else None
-        features = self.space.features
-        belief = surrogate.fit(features, y, tried, predicted=predicted, rng=rng)
-        if seen.running:
-            running = np.array(seen.running, dtype=np.int64)
-            y = np.concatenate([y, belief.mean[running]])
-            tried = np.concatenate([tried, running])
-            belief = surrogate.fit(features, y, tried, predicted=predicted, rng=rng)
+        weights = rng.dirichlet(np.ones(len(self.goal.objectives)))
+        values = scores(self.goal, runs, weights)
+        prior = self.prior
+        value = self._believe(values, tried, seen.running, prior.logs if prior else None, rng)
+        fine = np.array([self.goal.feasible(metrics) for metrics in runs])
+        if not self.goal.slo.limited:
+            chance = np.ones(len(self.space.points))
+        else:
+            predicted = prior.slo_logs if prior else None
+            limit = self._believe(slo_logs(runs), tried, seen.running, predicted, rng)
+            chance = ndtr(-limit.mean / limit.std)
+            if not fine.any():
+                # Nothing to improve on yet: find something that meets the SLO first.
+                return int(left[int(np.argmax(chance[left]))])
         # Noise makes the best measured score too good; the belief about that point is not.
-        incumbent = float(belief.mean[tried].max())
-        gain = surrogate.expected_improvement(belief, incumbent)[left]
-        return int(left[int(np.argmax(gain))])
+        incumbent = float(value.mean[tried[fine]].max())
+        gain = surrogate.expected_improvement(value, incumbent) * chance
+        return int(left[int(np.argmax(gain[left]))])
+
+    def _believe(
+        self,
+        values: NDArray[np.float64],
+        tried: NDArray[np.int64],
+        running: Sequence[int],
+        predicted: NDArray[np.float64] | None,
+        rng: np.random.Generator,
+    ) -> surrogate.Posterior:
+        features = self.space.features
+        if predicted is not None and np.ptp(predicted) == 0:
+            predicted = None
+        belief = surrogate.fit(features, values, tried, predicted=predicted, rng=rng)
+        if not running:
+            return belief
+        also = np.array(running, dtype=np.int64)
+        values = np.concatenate([values, belief.mean[also]])
+        tried = np.concatenate([tried, also])
+        return surrogate.fit(features, values, tried, predicted=predicted, rng=rng)

@@ -173,7 +173,7 @@ class Search:
                 trial.set_user_attr("retry", True)
                 trial.set_user_attr("reason", f"trial {rival} of another process has this point")
                 self.study.tell(trial, state=TrialState.FAIL)
-            elif reason := self._ruled_out(index):
+            elif reason := self.sampler.ruled_out(index, self.study.get_trials(deepcopy=False)):
                 trial.set_user_attr("reason", reason)
                 self.study.tell(trial, state=TrialState.PRUNED)
                 self._ended(trial.number)
@@ -207,15 +207,6 @@ class Search:
                 return None
             time.sleep(CHOOSING_S)
             waited += CHOOSING_S
-
-    def _ruled_out(self, index: int) -> str:
-        prior = self.sampler.prior
-        if prior is None or not self.goal.single:
-            return ""
-        measured = self.sampler.complete_scores(self.study.get_trials(deepcopy=False))
-        if not measured:
-            return ""
-        return prior.hopeless(index, measured, max(measured.values()))
 
     def _run_one(self, trial: optuna.Trial, index: int) -> None:
         settings = self.space.settings(index)

@@ -4,6 +4,7 @@ Cheap: no weights are loaded. The workload's length and the cost model's overhea
 pilot run of the default settings, which the caller makes (`sized`, `calibrated`).
 """
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -24,7 +25,7 @@ from kllm.models.load import ResolvedModel, rank_bytes, resolve
 from kllm.tuners.objective import Goal
 from kllm.tuners.outcome import Outcome
 from kllm.tuners.params import CONSTRAINTS, PARAMS
-from kllm.tuners.prior import Prior
+from kllm.tuners.prior import Guess, Prior
 from kllm.tuners.space import Settings, Site, Space, Value, parse_fixed
 
 TRIAL_S = 5.0  # length of a trial that the workload is sized for
@@ -221,19 +222,24 @@ def calibrated_overhead(setup: Setup, ceilings: hardware.Ceilings, pilot: Outcom
 
 
 def prior_of(setup: Setup, predict: Predict) -> Prior | None:
-    """Predictions of the first objective for every point, as "more is better"."""
-    name, slo = setup.goal.objectives[0].name, setup.goal.slo
+    """Predictions for every point: the first objective, and how its means stand to the SLO."""
+    latency, slo = setup.goal.objectives[0].name == "latency", setup.goal.slo
     tokens = mean_output_tokens(setup.workload)
 
-    def value(settings: Settings) -> float:
+    def guess(settings: Settings) -> Guess:
         seen = predict(settings)
-        if name == "latency":
-            return 1 / (seen.ttft_s + seen.tpot_s * (tokens - 1))
-        # Means stand in for the distribution: beyond a limit, goodput falls off.
-        fits = min(1.0, slo.ttft_s / seen.ttft_s) * min(1.0, slo.tpot_s / seen.tpot_s)
-        return seen.output_tokens_per_s * (fits if name == "goodput" else 1.0)
+        return Guess(
+            value=(
+                1 / (seen.ttft_s + seen.tpot_s * (tokens - 1))
+                if latency
+                else seen.output_tokens_per_s
+            ),
+            slo_ratio=(
+                max(seen.ttft_s / slo.ttft_s, seen.tpot_s / slo.tpot_s) if slo.limited else math.nan
+            ),
+        )
 
-    return Prior.of(setup.space, value)
+    return Prior.of(setup.space, guess)
 
 
 def mean_output_tokens(workload: Workload) -> float:

@@ -13,7 +13,7 @@ Rule = Callable[[Progress], str | None]  # a sentence stops the trial
 
 INDIFFERENCE = 0.1  # attainment this far below target is surely to be called a miss
 RACE_FROM = 0.15  # share of the output tokens before which nothing is compared
-RACE_SLACK = (0.5, 0.15)  # tolerated slowness at the start and at the end of the run
+RACE_SLACK = (0.8, 0.2)  # tolerated slowness at the start and at the end of the run
 QUEUE_SAMPLES = 16
 OPEN_LOOP_SETTLE = 10  # requests of a cold start
 OPEN_LOOP_MIN_WAITING = 8

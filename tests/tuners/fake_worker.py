@@ -2,7 +2,8 @@
 
 Usage: fake_worker.py '{"64": "die"}': with token_budget 64 it kills itself. Other deeds: "hang",
 "exit" (traceback), "nonsense" (not a message), "grow" (memory), "deaf" (ignores a stop), "park"
-(waits in the middle of the run until it is told to stop or ended).
+(waits in the middle of the run until it is told to stop or ended, and first writes a line to the
+pipe that FAKE_PARKED names). "*" stands for every other budget.
 """
 
 import json
@@ -11,6 +12,7 @@ import signal
 import sys
 import threading
 from dataclasses import asdict
+from pathlib import Path
 
 from kllm.tuners import protocol
 from kllm.tuners.outcome import Served, Tick, thin
@@ -44,7 +46,7 @@ def send(message: protocol.Reply) -> None:
 def serve(request: protocol.Run, stop: threading.Event) -> None:
     scheduler, cache = request.config.scheduler, request.config.cache
     settings = asdict(scheduler) | {"kv_dtype": cache.dtype, "page_size": cache.page_size}
-    deed = DEEDS.get(str(scheduler.token_budget), "")
+    deed = DEEDS.get(str(scheduler.token_budget), DEEDS.get("*", ""))
     misbehave(deed)
     outcome = fake.run(settings)
     send(protocol.Started(outcome.num_requests, outcome.num_output_tokens))
@@ -53,6 +55,8 @@ def serve(request: protocol.Run, stop: threading.Event) -> None:
     ticks: list[Tick] = []
     for number, tick in enumerate(outcome.ticks):
         if number == len(outcome.ticks) // 2 and deed == "park":
+            if pipe := os.environ.get("FAKE_PARKED"):
+                Path(pipe).write_text("parked\n")
             stop.wait()
         if stop.is_set() and deed != "deaf":
             break

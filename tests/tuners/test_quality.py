@@ -51,7 +51,8 @@ def test_search_copes_with_an_slo_that_rules_out_most_points(grid: Grid) -> None
 
 def test_wrong_cost_model_does_not_keep_the_search_from_the_best(grid: Grid) -> None:
     values = np.array([measure(o, fake.GOAL.slo)["goodput_tokens_per_s"] for o in grid.outcomes])
-    wrong = replace(grid.header, predicted=(-np.log(values + 1)).tolist())
+    logs = -np.log(values + 1)
+    wrong = replace(grid.header, predicted=logs.tolist(), predicted_slo=(-logs).tolist())
     quality = evaluate(Grid(wrong, grid.space, grid.outcomes), fake.GOAL, seeds=range(3))
     assert np.median(quality.reached()) >= 0.9
 

@@ -15,7 +15,7 @@ from optuna.trial import TrialState
 from kllm.errors import ConfigError, DataError
 from kllm.tuners.interrupt import Interrupt
 from kllm.tuners.outcome import Outcome
-from kllm.tuners.prior import Prior
+from kllm.tuners.prior import Guess, Prior
 from kllm.tuners.sampler import PointSampler
 from kllm.tuners.search import Search
 from kllm.tuners.space import Space, Value
@@ -126,9 +126,9 @@ def test_stopped_trial_is_never_the_best() -> None:
 def test_hopeless_points_are_pruned_with_the_model_reason_and_cost_no_trial() -> None:
     space = fake.space()
 
-    def predicted(settings: Mapping[str, Value]) -> float:
+    def predicted(settings: Mapping[str, Value]) -> Guess:
         # Right about the batch and sure of it: small batches are hopeless.
-        return float(settings["max_batch"])
+        return Guess(value=float(settings["max_batch"]), slo_ratio=0.5)
 
     def run(settings: Mapping[str, Value], best: Trial | None) -> Outcome:
         outcome = fake.run(settings, noise=0)
@@ -150,8 +150,9 @@ def test_hopeless_points_are_pruned_with_the_model_reason_and_cost_no_trial() ->
 
 
 def test_model_that_knows_nothing_is_no_prior() -> None:
-    assert Prior.of(fake.space(), lambda settings: float("nan")) is None
-    assert Prior.of(fake.space(), lambda settings: 3.0) is None
+    for value in (float("nan"), 3.0):
+        guess = Guess(value=value, slo_ratio=0.5)
+        assert Prior.of(fake.space(), lambda settings, guess=guess: guess) is None
 
 
 def test_resuming_another_study_names_every_difference(journal: str) -> None:

@@ -1,0 +1,208 @@
+"""Tuning survives Ctrl-C, kill -9 of itself and of its children, and leaves no process behind."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from kllm.config import EngineConfig
+from kllm.errors import ConfigError, DataError, KllmError
+from kllm.recipes import schema as recipes
+from kllm.results import store
+from kllm.tuners.setup import Request
+from kllm.tuners.trial import WorkerRunner
+from kllm.tuners.tune import Options, Tuned, tune
+
+ROOT = Path(__file__).parents[2]
+PARK = '{"2048": "", "*": "park"}'  # every setting waits in its middle, but for the default budget
+
+
+@pytest.fixture(scope="module", autouse=True)
+def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Ceilings are measured once for all tests of this file."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("KLLM_HOME", str(tmp_path_factory.mktemp("home")))
+        yield
+
+
+def run(output: Path, deeds: str = "{}", slo: str = "ttft=2s,tpot=50ms", **options) -> Tuned:
+    """`tune` in this process, with fake workers."""
+    runner = WorkerRunner(command=(sys.executable, "-m", "tests.tuners.fake_worker", deeds))
+    request = Request(config=EngineConfig(model="deepseek-v4", scale="tiny", device="cpu"), slo=slo)
+    settings = {"trials": 8} | options
+    return tune(request, Options(output=output, **settings), runner=runner)
+
+
+def test_study_ends_with_recipe_result_and_report(tmp_path: Path) -> None:
+    tuned = run(tmp_path)
+    assert tuned.files is not None
+    assert tuned.files.recipe is not None
+    loaded = store.load(tuned.files.result)
+    assert loaded.kind == "tune"
+    assert loaded.verdict
+    assert loaded.boundary
+    assert {"trials", "importance"} <= {series.name for series in loaded.series}
+    assert recipes.load(str(tuned.files.recipe)).results == [loaded.run_id]
+    assert "Parameters that mattered" in tuned.files.report.read_text()
+
+
+def test_dying_workers_are_failed_trials_and_the_study_goes_on(tmp_path: Path) -> None:
+    tuned = run(tmp_path, '{"2048": "", "*": "die"}')
+    assert tuned.result is not None
+    trials = tuned.result.find_series("trials")
+    assert trials is not None
+    names = [column.name for column in trials.columns]
+    rows = [dict(zip(names, row, strict=True)) for row in trials.rows or ()]
+    failed = [row for row in rows if row["state"] == "failed"]
+    assert 0 < len(failed) < len(rows)
+    assert all("SIGKILL" in row["reason"] for row in failed)
+    assert tuned.best is not None
+
+
+def test_default_settings_that_cannot_run_are_one_sentence(tmp_path: Path) -> None:
+    with pytest.raises(KllmError, match=r"default settings cannot run.*kernel is broken"):
+        run(tmp_path, '{"2048": "exit"}')
+
+
+def test_slo_that_nothing_meets_says_what_is_attainable(tmp_path: Path) -> None:
+    tuned = run(tmp_path, slo="ttft=1ms", trials=6)
+    assert tuned.best is None
+    assert tuned.sentence.startswith("no setting meets TTFT 1 ms for 90% of requests; the closest")
+    assert tuned.files is not None
+    assert tuned.files.recipe is None
+    assert store.load(tuned.files.result).verdict == tuned.sentence
+
+
+def test_several_objectives_give_a_front(tmp_path: Path) -> None:
+    runner = WorkerRunner(command=(sys.executable, "-m", "tests.tuners.fake_worker"))
+    request = Request(
+        config=EngineConfig(model="deepseek-v4", scale="tiny", device="cpu"),
+        objectives=("throughput", "latency"),
+    )
+    tuned = tune(request, Options(output=tmp_path, trials=8), runner=runner)
+    assert tuned.result is not None
+    front = tuned.result.find_series("pareto")
+    assert front is not None
+    names = [column.name for column in front.columns]
+    assert names == ["number", "metric.e2e_p50_ms", "metric.output_tokens_per_s"]
+
+
+def test_study_of_another_workload_is_not_continued(tmp_path: Path) -> None:
+    run(tmp_path, trials=1)
+    runner = WorkerRunner(command=(sys.executable, "-m", "tests.tuners.fake_worker"))
+    request = Request(
+        config=EngineConfig(model="deepseek-v4", scale="tiny", device="cpu"), workload="batch"
+    )
+    with pytest.raises(ConfigError, match=r"workload.isl was 16-128, now 32"):
+        tune(request, Options(output=tmp_path, resume=True), runner=runner)
+
+
+def test_output_that_cannot_be_written_is_refused_before_anything_runs() -> None:
+    with pytest.raises(DataError, match="choose another with --output"):
+        run(Path("/proc/nothing"))
+
+
+class Tune:
+    """A running fake_tune."""
+
+    def __init__(self, output: Path, deeds: str, *flags: str) -> None:
+        self.pipe = output / "parked"
+        if not self.pipe.exists():
+            os.mkfifo(self.pipe)
+        env = os.environ | {"FAKE_PARKED": str(self.pipe), "OMP_NUM_THREADS": "1"}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.tuners.fake_tune", str(output), deeds, *flags],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=ROOT,
+            env=env,
+        )
+        self.lines: list[list[str]] = []
+
+    def wait_for(self, wanted: Callable[[list[str]], bool]) -> list[str]:
+        """Read lines until one fits."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.split())
+            if wanted(self.lines[-1]):
+                return self.lines[-1]
+        assert self.process.stderr is not None
+        raise AssertionError(f"ended early: {self.lines} {self.process.stderr.read()}")
+
+    def wait_until_parked(self) -> None:
+        """Until a worker waits in the middle of its run."""
+        assert self.pipe.read_text() == "parked\n"
+
+    def wait(self) -> int:
+        """Read what is left; the exit code."""
+        out, err = self.process.communicate(timeout=60)
+        self.lines += [line.split() for line in out.splitlines()]
+        assert "Traceback" not in err, err
+        return self.process.returncode
+
+    def said(self, first: str) -> list[list[str]]:
+        """Lines that begin with a word."""
+        return [line for line in self.lines if line[0] == first]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[Callable[..., Tune]]:
+    """Starts tunings in one folder and ends what is left of them."""
+    made: list[Tune] = []
+
+    def begin(deeds: str, *flags: str) -> Tune:
+        made.append(Tune(tmp_path, deeds, *flags))
+        return made[-1]
+
+    yield begin
+    for one in made:
+        one.process.kill()
+        one.process.communicate()
+
+
+def numbers(tune: Tune) -> list[tuple[str, str]]:
+    return [(line[1], line[2]) for line in tune.said("ended")]
+
+
+def test_killed_tuning_leaves_no_worker_and_resumes_with_nothing_lost(start, tmp_path) -> None:
+    first = start(PARK)
+    first.wait_until_parked()
+    first.wait_for(lambda line: line[0] == "started" and line[1] != "0")
+    worker = psutil.Process(int(first.lines[-1][2]))
+    first.process.kill()
+    first.wait()
+    assert psutil.wait_procs([worker], timeout=10)[1] == []
+    again = start("{}", "--resume")
+    assert again.wait() == 0
+    (resumed,) = again.said("resumed")
+    assert resumed[2] == "1"
+    assert numbers(again)[0][0] == resumed[1]  # the interrupted point comes first
+    ran = [state for _, state in numbers(first) + numbers(again) if state != "pruned"]
+    assert len(ran) == 8
+
+
+def test_first_interrupt_finishes_the_running_trial(start) -> None:
+    tune = start("{}", "--trials=100000")
+    tune.wait_for(lambda line: line[:2] == ["ended", "2"])
+    tune.process.send_signal(signal.SIGINT)
+    assert tune.wait() == 130
+    assert any("press Ctrl-C again" in " ".join(line) for line in tune.said("note"))
+    assert tune.said("started")[-1][1] in [n for n, _ in numbers(tune)]
+    assert tune.said("best")[0][1] != "None"
+
+
+def test_second_interrupt_stops_at_once_and_stores_the_trial_as_interrupted(start) -> None:
+    tune = start(PARK)
+    tune.wait_until_parked()
+    tune.process.send_signal(signal.SIGINT)
+    tune.wait_for(lambda line: line[:2] == ["note", "Stopping"])
+    tune.process.send_signal(signal.SIGINT)
+    assert tune.wait() == 130
+    assert tune.said("started")[-1][1] not in [n for n, _ in numbers(tune)]
+    assert tune.said("best")[0][1] != "None"

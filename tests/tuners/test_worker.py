@@ -1,0 +1,66 @@
+"""The real worker measures the real engine, and says why when it cannot."""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+
+from kllm.bench.workloads import Lengths, Workload
+from kllm.config import CacheConfig, EngineConfig, SchedulerConfig
+from kllm.tuners.objective import Slo
+from kllm.tuners.outcome import measure
+from kllm.tuners.trial import WorkerRunner
+
+WORKLOAD = Workload(isl=Lengths(8, 40), osl=Lengths(3, 6), num_requests=6, concurrency=3)
+CONFIG = EngineConfig(model="deepseek-v4", scale="tiny", device="cpu")
+
+
+@pytest.fixture(scope="module")
+def runner() -> Iterator[WorkerRunner]:
+    made = WorkerRunner()
+    yield made
+    made.close()
+
+
+def test_trial_is_a_real_run_with_every_request_and_progress(runner: WorkerRunner) -> None:
+    outcome = runner.run(CONFIG, WORKLOAD)
+    assert outcome.state == "complete", outcome.reason
+    assert len(outcome.requests) == outcome.num_requests == 6
+    assert sum(row.osl for row in outcome.requests) == outcome.num_output_tokens
+    assert outcome.ticks[-1].output_tokens == outcome.num_output_tokens
+    assert outcome.run_s > 0
+    assert outcome.peak_memory_bytes is not None
+    metrics = measure(outcome, Slo())
+    assert metrics["output_tokens_per_s"] > 0
+    assert metrics["e2e_p50_ms"] >= metrics["ttft_p50_ms"] > 0
+
+
+def test_weights_are_kept_while_settings_change(runner: WorkerRunner) -> None:
+    runner.run(CONFIG, WORKLOAD)
+    other = replace(CONFIG, scheduler=SchedulerConfig(max_batch=2, token_budget=16))
+    outcome = runner.run(other, WORKLOAD)
+    assert outcome.state == "complete", outcome.reason
+    assert max(tick.running for tick in outcome.ticks) <= 2
+
+
+def test_config_that_the_engine_refuses_is_a_failed_trial_with_its_sentence(
+    runner: WorkerRunner,
+) -> None:
+    tight = replace(CONFIG, cache=CacheConfig(memory_bytes=1000))
+    outcome = runner.run(tight, WORKLOAD)
+    assert outcome.state == "failed"
+    assert "KV memory" in outcome.reason
+    assert runner.run(CONFIG, WORKLOAD).state == "complete"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="limits data memory by rlimit")
+def test_allocation_beyond_the_memory_limit_is_a_failed_trial(runner: WorkerRunner) -> None:
+    assert runner.run(CONFIG, WORKLOAD).state == "complete"
+    runner.memory_limit_bytes = 4 << 30
+    huge = CacheConfig(memory_bytes=64 << 30)
+    wide = SchedulerConfig(max_batch=4096, token_budget=4096)
+    outcome = runner.run(replace(CONFIG, cache=huge, scheduler=wide), WORKLOAD)
+    assert outcome.state == "failed"
+    assert "out of host memory" in outcome.reason
+    assert runner.run(CONFIG, WORKLOAD).state == "complete"
