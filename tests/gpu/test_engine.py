@@ -7,7 +7,7 @@ from kllm.config import CacheConfig, EngineConfig, SchedulerConfig
 from kllm.core import SamplingParams
 from kllm.engine.engine import Engine
 
-PRESETS = ["smollm2-135m", "deepseek-v4-flash"]
+PRESETS = ["smollm2-135m", "deepseek-v4-flash", "glm-5.2"]
 LENGTHS = [5, 90, 33, 1, 18, 64, 7]
 
 
