@@ -17,7 +17,7 @@ def can_pack(weight: Tensor) -> bool:
         weight.device.type == "cpu"
         and weight.dtype == torch.float32
         and weight.numel() > 0
-        and torch.backends.mkldnn.is_available()
+        and torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
         and hasattr(torch.ops.mkldnn, "_linear_pointwise")
         and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
     )

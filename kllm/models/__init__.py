@@ -10,21 +10,21 @@ if TYPE_CHECKING:  # importing a family imports torch, which listing the names m
 
 
 def _llama() -> "Family":
-    from kllm.models import llama
+    import kllm.models.llama as family
 
-    return llama
+    return family
 
 
 def _deepseek_v4() -> "Family":
-    from kllm.models import deepseek_v4
+    import kllm.models.deepseek_v4 as family
 
-    return deepseek_v4
+    return family
 
 
 def _glm_moe_dsa() -> "Family":
-    from kllm.models import glm_moe_dsa
+    import kllm.models.glm_moe_dsa as family
 
-    return glm_moe_dsa
+    return family
 
 
 MODELS: "Registry[Callable[[], Family]]" = Registry(

@@ -116,7 +116,7 @@ class Tokenizer:
         if self.chat_template is None:
             raise ConfigError("this model has no chat template; give the prompt as raw text")
         try:
-            return self._template.render(
+            text = self._template.render(
                 messages=list(messages),
                 add_generation_prompt=generate,
                 bos_token=self.bos_token,
@@ -124,6 +124,7 @@ class Tokenizer:
             )
         except jinja2.TemplateError as error:
             raise ConfigError(f"the model's chat template refuses the messages: {error}") from None
+        return str(text)
 
     @cached_property
     def _template(self) -> Any:

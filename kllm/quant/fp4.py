@@ -22,7 +22,7 @@ def dequantize(packed: Tensor, scale: Tensor) -> Tensor:
     codes = torch.tensor((*E2M1, *(-v for v in E2M1)), device=packed.device)
     data = packed.view(torch.uint8)
     nibbles = torch.stack((data & 0xF, data >> 4), dim=-1).flatten(1)  # [r, c]
-    groups = codes[nibbles.int()].unflatten(1, (-1, GROUP))
+    groups = codes[nibbles.int()].view(packed.shape[0], -1, GROUP)
     return groups.mul_(scale_values(scale).unsqueeze(-1)).flatten(1)
 
 
@@ -32,7 +32,7 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     The scale is the smallest power of two that keeps a group within +-6; values are rounded
     to nearest, ties to the even code.
     """
-    groups = weight.float().unflatten(1, (-1, GROUP))
+    groups = weight.float().view(weight.shape[0], -1, GROUP)
     amax = groups.abs().amax(-1, keepdim=True).clamp_min(2.0**-100)
     scale = torch.exp2(torch.ceil(torch.log2(amax / E2M1_MAX)))
     scaled = (groups / scale).flatten(1)
@@ -42,6 +42,5 @@ def quantize(weight: Tensor) -> tuple[Tensor, Tensor]:
     code = torch.bucketize(magnitude, middles)  # a tie stays at the lower code
     tie_at_odd = (code % 2 == 1) & (magnitude == middles[code.clamp(max=6)])
     code = (code + tie_at_odd).to(torch.uint8) | ((scaled < 0).to(torch.uint8) << 3)
-    pairs = code.unflatten(1, (-1, 2))
-    packed = pairs[..., 0] | (pairs[..., 1] << 4)
-    return packed.contiguous(), scale.squeeze(-1).to(torch.float8_e8m0fnu)
+    packed = code[:, ::2] | (code[:, 1::2] << 4)
+    return packed, scale.squeeze(-1).to(torch.float8_e8m0fnu)
