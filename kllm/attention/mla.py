@@ -15,11 +15,13 @@ Sources: DeepSeek-V2 (MLA), DeepSeek-V3.2 (DSA); layers that reuse the selection
 layer: GLM-5.2 model card.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
 
 from kllm import kernels
 from kllm.attention.compressor import request_slots
@@ -122,7 +124,7 @@ def attend(
         out[count] = _attend_decodes(ctx, layer, q[count], heads, slots)
     for i, chunk in enumerate(chunks(ctx)):
         chosen = selection.chunks[i] if selection else None
-        stored = ctx.pool.read(LATENT, layer, _chunk_slots(ctx, chunk)).squeeze(1)
+        stored = _read(ctx, LATENT, layer, chunk)
         topk = None if chosen is None else chosen.shape[1]
         form = _expanded if expanding_pays(heads, chunk, topk) else _absorbed
         out[chunk.rows] = form(q[chunk.rows], stored, heads, chunk, chosen)
@@ -172,12 +174,22 @@ def _chunk_slots(ctx: ForwardContext, chunk: Chunk) -> Tensor:
     return found
 
 
+def _read(ctx: ForwardContext, name: str, layer: int, chunk: Chunk) -> Tensor:
+    """[context, channels]: all entries of a chunk's request, its own included."""
+    slots = _chunk_slots(ctx, chunk)
+    # Packed entries pass through float32 when they are unpacked: in blocks, to bound that.
+    parts = _row_blocks(len(slots), 8 * ctx.pool.pages(name, layer).shape[-1])
+    if ctx.pool.kv_dtype != "fp8" or len(parts) == 1:
+        return ctx.pool.read(name, layer, slots).squeeze(1)
+    return torch.cat([ctx.pool.read(name, layer, slots[rows]).squeeze(1) for rows in parts])
+
+
 def _select_chunk(
     ctx: ForwardContext, layer: int, chunk: Chunk, index: IndexQuery
 ) -> Tensor | None:
     if chunk.end <= index.topk:
         return None
-    keys = ctx.pool.read(index.state, layer, _chunk_slots(ctx, chunk)).squeeze(1)
+    keys = _read(ctx, index.state, layer, chunk)
     count = chunk.end - chunk.start
     chosen = torch.full((count, index.topk), -1, dtype=torch.int32, device=keys.device)
     for rows in _row_blocks(count, 16 * chunk.end):
@@ -232,13 +244,8 @@ def _expanded(
         key = torch.cat((latent @ heads.keys[own].transpose(1, 2), shared), dim=2)  # [h, S, D]
         values = latent @ heads.values[own].transpose(1, 2)  # [h, S, V]
         query = q[:, own].transpose(0, 1)
-        if chunk.start == 0 and chosen is None:
-            o = _sdpa(query, key, values, heads.scale, None)
-            out[:, own] = o.transpose(0, 1)
-            continue
-        for rows in _row_blocks(len(q), 16 * chunk.end):
+        for rows, mask in _masks(chunk, chosen, q.device):
             seen = chunk.start + rows.stop
-            mask = _mask(chunk, rows, chosen, q.device)
             o = _sdpa(query[:, rows], key[:, :seen], values[:, :seen], heads.scale, mask)
             out[rows, own] = o.transpose(0, 1)
     return out
@@ -249,6 +256,20 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor | None) ->
     q, k, v = q.unsqueeze(0), k.unsqueeze(0), v.unsqueeze(0)
     o = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
     return o.squeeze(0)
+
+
+def _masks(
+    chunk: Chunk, chosen: Tensor | None, device: torch.device
+) -> Iterator[tuple[slice, Tensor | None]]:
+    """A chunk's rows with their masks: in one piece where a kernel needs no mask in memory."""
+    count = chunk.end - chunk.start
+    if chosen is None and chunk.start == 0:
+        yield slice(0, count), None
+    elif chosen is None and device.type == "cuda":
+        yield slice(0, count), causal_lower_right(count, chunk.end)
+    else:
+        for rows in _row_blocks(count, 16 * chunk.end):
+            yield rows, _mask(chunk, rows, chosen, device)
 
 
 def _mask(chunk: Chunk, rows: slice, chosen: Tensor | None, device: torch.device) -> Tensor:

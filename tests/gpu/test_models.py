@@ -56,6 +56,17 @@ def without_choices(name: str) -> Any:
     return replace(everyone, indexer=replace(config.indexer, topk=4096))
 
 
+def config_to_round(name: str) -> Any:
+    """GLM's 11 layers that select 6 of 60 tokens are chaotic: any rounding changes all logits,
+    on the CPU too. Fewer layers that select most tokens are not."""
+    family: Any = MODELS[name]()
+    config = family.tiny_config()
+    if name == "glm_moe_dsa":
+        config = family.scaled_config(config, 4)
+        config = replace(config, indexer=replace(config.indexer, topk=48))
+    return config
+
+
 @pytest.mark.parametrize("kv_dtype", ["bfloat16", "fp8"])
 @pytest.mark.parametrize("name", FAMILIES)
 def test_bfloat16_logits_are_close_to_float32(cuda: torch.device, name: str, kv_dtype: str) -> None:
