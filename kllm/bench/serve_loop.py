@@ -225,14 +225,17 @@ def run_workload(
     return run
 
 
-def warm_up(engine: ServingEngine, workload: Workload, *, max_tokens: int = 4) -> None:
+def warm_up(engine: ServingEngine, workload: Workload) -> None:
     """Run one round of the workload's shapes with short outputs, so that nothing is new later.
 
-    A closed loop's first `concurrency` requests at once; at most 8 of an open loop.
+    A closed loop's first `concurrency` requests at once; at most 8 of an open loop. Each ends one
+    token after the one before it, so that the batch passes through every size on its way down:
+    kernels are compiled and graphs captured here and not in the run.
     """
     count = min(workload.concurrency or 8, workload.num_requests)
-    for item in itertools.islice(workload.items(engine.vocab_size), count):
-        engine.add(item.prompt_ids, _params(min(max_tokens, item.max_tokens)))
+    items = itertools.islice(workload.items(engine.vocab_size), count)
+    for tokens, item in enumerate(items, start=2):
+        engine.add(item.prompt_ids, _params(min(tokens, item.max_tokens)))
     while engine.has_work:
         engine.step()
 
