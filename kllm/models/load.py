@@ -28,7 +28,7 @@ from kllm.models.random import fill_random
 from kllm.models.weights import SafetensorsFolder, fill
 
 # Share of free device memory that `auto` gives to weights; the rest is for KV and activations.
-WEIGHT_SHARE = 0.8
+WEIGHT_SHARE = 0.9
 # A cut below this many layers no longer has the families' mix of layer types: `auto` goes tiny.
 FEWEST_LAYERS = 4
 

@@ -134,9 +134,8 @@ def test_percentiles_and_means_skip_what_does_not_exist() -> None:
     assert found.percentile("ttft_s", 50) == pytest.approx(found.mean("ttft_s"))
 
 
-def test_warm_up_runs_one_round_with_short_outputs() -> None:
+def test_warm_up_passes_through_every_batch_size() -> None:
     engine = FakeEngine(Clock())
-    warm_up(engine, closed(3, 10, osl=100), max_tokens=2)
-    assert len(engine.added) == 3
-    assert all(len(r.output_ids) == 2 for r in engine.added)
+    warm_up(engine, closed(3, 10, osl=100))
+    assert [len(r.output_ids) for r in engine.added] == [2, 3, 4]
     assert not engine.has_work
