@@ -14,8 +14,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kllm.core import Request, TokenLogprobs
-from kllm.sampling.penalties import apply_penalties, penalised
+from kllm.core import Request, SamplingParams, TokenLogprobs
+from kllm.sampling.penalties import Penalties, penalised
+
+# Elements of logits that are drawn from at once: bounds the float64 temporaries.
+AT_ONCE = 1 << 22
 
 
 class Sampler:
@@ -37,7 +40,8 @@ class Sampler:
 
         Args:
             logits: [S, V] float32.
-            requests: [S].
+            requests: [S]. Pass the same object while the batch stays the same: what derives from
+                its parameters is kept.
 
         Returns:
             Token ids [S] int64 on the device, and the log probabilities where a request asks for
@@ -45,54 +49,88 @@ class Sampler:
         """
         batch = self._batch
         if batch is None or batch.requests is not requests:
-            batch = self._batch = _Batch(requests, self.seed, self.device)
-        raw = logits
-        if batch.any_penalty:
-            logits = apply_penalties(logits, requests)
-        tokens = logits.argmax(dim=-1)
-        for rows, filters in ((batch.plain, None), (batch.filtered, batch.filters)):
-            if len(rows):
-                uniform = batch.uniform(rows)
-                index = torch.from_numpy(rows).to(self.device)
-                scaled = logits[index] / batch.temperature[index].unsqueeze(1)
-                tokens[index] = _draw(scaled, torch.from_numpy(uniform).to(self.device), filters)
-        return tokens, _logprobs(raw, tokens, requests) if batch.any_logprobs else None
-
-
-class _Filters:
-    """top-k, top-p and min-p of some requests, as columns [R, 1]."""
-
-    def __init__(self, requests: Sequence[Request], device: torch.device) -> None:
-        def column(values: list[float]) -> Tensor:
-            return torch.tensor(values, dtype=torch.float64, device=device).unsqueeze(1)
-
-        self.top_k = column([r.params.top_k or np.inf for r in requests])
-        self.top_p = column([r.params.top_p for r in requests])
-        self.min_p = column([r.params.min_p for r in requests])
+            batch = self._batch = _Batch(requests, self.seed, logits.shape[1], self.device)
+        penalties = batch.penalties
+        adjusted = penalties.apply(logits) if penalties is not None else logits
+        tokens = adjusted.argmax(dim=-1)
+        for group in batch.groups:
+            tokens[group.index] = group.draw(adjusted[group.index])
+        return tokens, _logprobs(logits, tokens, requests) if batch.any_logprobs else None
 
 
 class _Batch:
     """What sampling needs to know of a set of requests; kept while the set stays the same."""
 
-    def __init__(self, requests: Sequence[Request], seed: int, device: torch.device) -> None:
+    def __init__(
+        self, requests: Sequence[Request], seed: int, vocab_size: int, device: torch.device
+    ) -> None:
         self.requests = requests
         params = [request.params for request in requests]
-        drawn = np.array([not p.greedy for p in params], bool)
-        some = np.array([p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params], bool)
-        self.any_penalty = any(penalised(p) for p in params)
         self.any_logprobs = any(p.logprobs is not None for p in params)
-        self.plain = np.flatnonzero(drawn & ~some)
-        self.filtered = np.flatnonzero(drawn & some)
-        self.filters = _Filters([requests[i] for i in self.filtered], device)
-        if drawn.any():
-            self._seeds = np.array([_stream(r, seed) for r in requests], np.uint64)
-            warm = [p.temperature or 1.0 for p in params]
-            self.temperature = torch.tensor(warm, dtype=torch.float32, device=device)
+        self.penalties: Penalties | None = None
+        if any(penalised(p) for p in params):
+            self.penalties = Penalties(requests, vocab_size, device)
+        plain = [i for i, p in enumerate(params) if not (p.greedy or _filtered(p))]
+        filtered = [i for i, p in enumerate(params) if not p.greedy and _filtered(p)]
+        size = max(1, AT_ONCE // vocab_size)
+        self.groups = [
+            _Group(requests, rows[at : at + size], seed, rows is filtered, device)
+            for rows in (plain, filtered)
+            for at in range(0, len(rows), size)
+        ]
 
-    def uniform(self, rows: NDArray[np.int64]) -> NDArray[np.float64]:
-        """A number in [0, 1) for the next token of each of these requests."""
-        place = np.array([len(self.requests[i].output_ids) for i in rows], np.uint64)
-        return uniform(self._seeds[rows], place)
+
+def _filtered(params: SamplingParams) -> bool:
+    return params.top_k > 0 or params.top_p < 1 or params.min_p > 0
+
+
+class _Group:
+    """Requests that are drawn in one go. Their parameters are columns [R, 1]."""
+
+    def __init__(
+        self,
+        requests: Sequence[Request],
+        rows: list[int],
+        seed: int,
+        filtered: bool,
+        device: torch.device,
+    ) -> None:
+        def column(values: list[float], dtype: torch.dtype = torch.float64) -> Tensor:
+            return torch.tensor(values, dtype=dtype, device=device).unsqueeze(1)
+
+        self._requests = [requests[i] for i in rows]
+        self._seeds = np.array([_stream(r, seed) for r in self._requests], np.uint64)
+        self._filtered = filtered
+        self.index = torch.tensor(rows, dtype=torch.int64, device=device)  # [R] in the batch
+        params = [request.params for request in self._requests]
+        coldest = torch.finfo(torch.float32).tiny
+        self._temperature = column([max(p.temperature, coldest) for p in params], torch.float32)
+        if filtered:
+            self._top_k = column([p.top_k or np.inf for p in params])
+            self._top_p = column([p.top_p for p in params])
+            self._min_p = column([p.min_p for p in params])
+
+    def draw(self, logits: Tensor) -> Tensor:
+        """The next token [R] of each request, from its logits [R, V] after penalties."""
+        places = np.array([len(request.output_ids) for request in self._requests], np.uint64)
+        at = torch.from_numpy(uniform(self._seeds, places)).to(logits.device)
+        # The likeliest logit becomes 0 first: a tiny temperature overflows the others only.
+        scaled = (logits - logits.amax(dim=-1, keepdim=True)) / self._temperature
+        if not self._filtered:
+            return _invert(torch.softmax(scaled, dim=-1).double(), at)
+        values, order = scaled.sort(dim=-1, descending=True, stable=True)
+        place = _invert(self._filter(values), at)
+        return order.gather(1, place.unsqueeze(1)).squeeze(1)
+
+    def _filter(self, values: Tensor) -> Tensor:
+        """Mass [R, V] float64 that top-k, top-p and min-p leave, from logits in falling order."""
+        rank = torch.arange(values.shape[1], device=values.device)
+        values = values.masked_fill(rank >= self._top_k, -torch.inf)
+        mass = torch.softmax(values, dim=-1).double()
+        # A token stays while the mass before it is short of top-p: the likeliest one always stays.
+        keep = mass.cumsum(dim=-1) - mass < self._top_p
+        keep &= mass >= self._min_p * mass[:, :1]
+        return mass * keep
 
 
 def uniform(seeds: NDArray[np.uint64], places: NDArray[np.uint64]) -> NDArray[np.float64]:
@@ -118,26 +156,13 @@ def _stream(request: Request, seed: int) -> int:
     return int.from_bytes(digest, "little")
 
 
-def _draw(logits: Tensor, uniform: Tensor, filters: _Filters | None) -> Tensor:
-    """Invert the cumulative distribution of each row at its uniform number."""
-    if filters is None:
-        return _invert(torch.softmax(logits, dim=-1).double(), uniform)
-    values, order = logits.sort(dim=-1, descending=True, stable=True)
-    rank = torch.arange(values.shape[1], device=values.device)
-    values = values.masked_fill(rank >= filters.top_k, -torch.inf)
-    mass = torch.softmax(values, dim=-1).double()
-    # A token stays while the mass before it is short of top-p: the likeliest one always stays.
-    keep = mass.cumsum(dim=-1) - mass < filters.top_p
-    keep &= mass >= filters.min_p * mass[:, :1]
-    place = _invert(mass * keep, uniform)
-    return order.gather(1, place.unsqueeze(1)).squeeze(1)
-
-
 def _invert(mass: Tensor, uniform: Tensor) -> Tensor:
     """First place where the running sum of `mass` [R, n] passes `uniform` [R] of the total."""
-    total = mass.cumsum(dim=-1)
-    target = (uniform * total[:, -1]).unsqueeze(1)
-    return torch.searchsorted(total, target, right=True).squeeze(1).clamp_max(mass.shape[1] - 1)
+    running = mass.cumsum(dim=-1)
+    total = running[:, -1]
+    # Rounding must not lift the target to the total: the last place may have no mass.
+    target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(running, target.unsqueeze(1), right=True).squeeze(1)
 
 
 def _logprobs(
