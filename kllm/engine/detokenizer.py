@@ -46,9 +46,13 @@ class Detokenizer:
         return rest
 
     def _release(self) -> str:
-        found = [at for stop in self._stop if (at := self._held.find(stop)) >= 0]
+        found = [
+            (at + len(stop), at) for stop in self._stop if (at := self._held.find(stop)) >= 0
+        ]
         if found:
-            return self._end_at(min(found))
+            # The one that is complete first, as if characters came one by one: the same text
+            # however the tokens cut it.
+            return self._end_at(min(found)[1])
         keep = max((_overlap(self._held, stop) for stop in self._stop), default=0)
         cut = len(self._held) - keep
         text, self._held = self._held[:cut], self._held[cut:]
