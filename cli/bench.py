@@ -19,8 +19,10 @@ INTERRUPTED = 130
 DEFAULT_OUTPUT = Path("kllm-results")
 DETAILS = ("requests", "pairs")  # series that are stored and not printed
 # Ends of intervals, and what a table of a load is too narrow for; all are in the result file.
-NOT_SHOWN = ("_lo", "_hi", "_p90_ms", "_mean_ms", "e2e_p50_ms", "e2e_p99_ms", "isl", "osl")
-NOT_SHOWN += ("concurrency", "rate_per_s", "total_tokens_per_s")
+NOT_SHOWN = (
+    *("_lo", "_hi", "_p90_ms", "_mean_ms", "e2e_p50_ms", "e2e_p99_ms"),
+    *("isl", "osl", "concurrency", "rate_per_s", "total_tokens_per_s"),
+)
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure the engine on this machine.")
 
@@ -217,7 +219,7 @@ def vs_transformers(
 
 @bench_app.command("compare-power")
 def compare_power(
-    model: Model = "deepseek-v4",
+    model: Model = "llama-3-8b",
     scale: Scale = "tiny",
     pairs: Annotated[int, typer.Option(min=1, help="Pairs of equal sides.")] = 50,
     tries: Annotated[int, typer.Option(min=1, help="Pairs with a slowed second side.")] = 20,
@@ -227,7 +229,7 @@ def compare_power(
     device: Device = "auto",
     dtype: Dtype = "auto",
     kv_dtype: KvDtype = "auto",
-    repeats: Repeats = 10,
+    repeats: Repeats = 24,
     seed: Seed = 0,
     output: Output = DEFAULT_OUTPUT,
     as_json: AsJson = False,

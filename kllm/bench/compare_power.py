@@ -3,6 +3,9 @@
 Pairs of the same short bench against itself (A/A) show how often `kllm compare` raises a false
 alarm; pairs with a slowdown injected into every step of the second side show how often it finds a
 real regression. Both go through the real statistics on real measurements.
+
+A value is one short run of a small model: on a busy machine many short values in alternation tell
+a change from noise better than a few long ones, because both sides then meet the same disturbance.
 """
 
 import statistics
@@ -19,11 +22,14 @@ from kllm.bench.workloads import Lengths, Workload
 from kllm.core import Request, SamplingParams
 from kllm.errors import CapacityError, ConfigError
 from kllm.results.compare import CONFIDENCE, Comparison, compare
-from kllm.results.schema import Metric, RunResult
+from kllm.results.schema import Direction, Metric, RunResult
 
 BASE, NEW = "base", "new"
 Values = dict[str, float]
-_METRICS = {"step_ms": ("ms", "lower"), "output_tokens_per_s": ("tokens/s", "higher")}
+_METRICS: dict[str, tuple[str, Direction]] = {
+    "step_ms": ("ms", "lower"),
+    "output_tokens_per_s": ("tokens/s", "higher"),
+}
 
 
 class SlowedEngine:
@@ -151,7 +157,7 @@ class ComparePowerBench:
                     metric: Metric.of(
                         [v[metric] for v in measured],
                         unit=unit,
-                        direction="lower" if direction == "lower" else "higher",
+                        direction=direction,
                     )
                     for metric, (unit, direction) in _METRICS.items()
                 },
@@ -167,7 +173,7 @@ class ComparePowerBench:
         alarms = sum(row["regressed"] for row in pairs)
         detected = sum(row["regressed"] for row in tries)
         for name, count in (("false_alarms", alarms), ("detections", detected)):
-            direction = "lower" if name == "false_alarms" else "higher"
+            direction: Direction = "lower" if name == "false_alarms" else "higher"
             record.add(name, count, unit="pairs", direction=direction, sample="exact")
         record.verdict = (
             f"{alarms} false alarms in {len(pairs)} A/A pairs; a slowdown of {self.slowdown:.0%} "

@@ -16,6 +16,7 @@ from kllm.bench.serve_loop import ServingEngine, WorkloadRun, request_rows, run_
 from kllm.bench.timing import Failed, attempt
 from kllm.bench.workloads import Workload
 from kllm.errors import CapacityError, ConfigError
+from kllm.results.schema import Direction
 
 KNEE_GAIN = 1.05  # less than this much more throughput from the next load: it is saturated
 OPEN_LOOP_BATCH = 256  # slots for loads whose concurrency nobody states
@@ -135,7 +136,7 @@ def _values(run: WorkloadRun) -> dict[str, tuple[float, str]]:
 
 def _add(record: Record, load: Workload, run: WorkloadRun) -> None:
     for name, (value, unit) in _values(run).items():
-        direction = "lower" if unit == "ms" else "higher"
+        direction: Direction = "lower" if unit == "ms" else "higher"
         record.add(f"{name}.{label(load)}", value, unit=unit, direction=direction)
 
 
