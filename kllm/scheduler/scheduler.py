@@ -175,12 +175,13 @@ class Scheduler:
     def _pages_for(self, tokens: int) -> int:
         return -(-tokens // self.page_size)
 
-    def _fits(self, request: Request) -> bool:
+    def _fits(self, request: Request, leaving: int = 0, gained: int = 0) -> bool:
+        """Whether a request can enter, once `leaving` others have given back `gained` pages."""
         # One page of each running request stays free: it will ask for it within a page of steps,
         # and admitting into that page would preempt somebody soon.
-        reserve = self.num_running
-        return self.rows.free > 0 and (
-            self.pages.free >= self._pages_for(request.num_tokens) + reserve
+        reserve = self.num_running - leaving
+        return self.rows.free + leaving > 0 and (
+            self.pages.free + gained >= self._pages_for(request.num_tokens) + reserve
         )
 
     def _admit(self, request: Request) -> None:
@@ -225,12 +226,23 @@ class Scheduler:
             self._decodes.set_pages(short, columns, pages)
 
     def _yield_to_priority(self) -> None:
-        """Preempt one request of strictly lower priority than the first that cannot enter."""
-        if not self.waiting or self._fits(self.waiting[0]) or not self.prefilling + self.decoding:
+        """Preempt the fewest requests of strictly lower priority that let the first one enter.
+
+        None at all where that would not be enough: they would lose their KV for nothing.
+        """
+        if not self.waiting or self._fits(self.waiting[0]):
             return
-        worst = max(self.prefilling + self.decoding, key=_rank)
-        if worst.priority > self.waiting[0].priority:
-            self._preempt(worst)
+        first = self.waiting[0]
+        lower = [r for r in self.prefilling + self.decoding if r.priority > first.priority]
+        victims: list[Request] = []
+        gained = 0
+        for request in sorted(lower, key=_rank, reverse=True):
+            victims.append(request)
+            gained += int(self._batch.num_pages[request.row])
+            if self._fits(first, leaving=len(victims), gained=gained):
+                for victim in victims:
+                    self._preempt(victim)
+                return
 
     def _preempt(self, request: Request) -> None:
         self._release(request)

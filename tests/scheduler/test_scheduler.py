@@ -111,6 +111,43 @@ def test_higher_priority_takes_a_seat_when_all_are_full() -> None:
     assert low.output_ids == expected([1, 2], 30, 256)
 
 
+def test_as_many_as_needed_make_room_for_a_higher_priority() -> None:
+    driver = Driver(num_pages=16, page_size=4, max_batch=4, token_budget=64)
+    low = [driver.add([i] * 12, 3, priority=1) for i in range(3)]
+    driver.step()
+    high = driver.add([9] * 28, 2, priority=0)
+    driver.step()
+    assert [r.preemptions for r in low] == [0, 1, 1], "the youngest, and no more than needed"
+    assert len(high.output_ids) == 1
+    driver.run()
+    assert [r.output_ids for r in low] == [expected([i] * 12, 3, 64) for i in range(3)]
+
+
+def test_nobody_is_preempted_for_a_request_that_still_could_not_enter() -> None:
+    driver = Driver(num_pages=16, page_size=4, max_batch=4, token_budget=64)
+    peer = driver.add([1] * 40, 8, priority=0)
+    low = driver.add([2] * 4, 8, priority=1)
+    driver.step()
+    driver.add([3] * 30, 1, priority=0)
+    while not finished(peer):
+        driver.step()
+    assert low.preemptions == 0
+
+
+def test_every_step_runs_something_while_the_pool_is_far_too_small() -> None:
+    """Six requests that would fill the pool three times over, one preemption after another."""
+    driver = Driver(num_pages=16, page_size=4, max_batch=6, token_budget=32)
+    requests = [driver.add([i] * 8, 24) for i in range(6)]
+    while driver.scheduler.waiting or driver.scheduler.num_running:
+        before = len(driver.plans)
+        driver.step()
+        assert len(driver.plans) == before + 1
+    assert sum(r.preemptions for r in requests) > 0
+    assert max(r.preemptions for r in requests) <= len(requests)
+    for i, request in enumerate(requests):
+        assert request.output_ids == expected([i] * 8, 24, 64)
+
+
 def test_equal_priorities_do_not_take_seats_from_each_other() -> None:
     driver = Driver(num_pages=64, page_size=4, max_batch=1, token_budget=8)
     first, second = driver.add([1], 5), driver.add([2], 5)
