@@ -102,7 +102,7 @@ def conclude(
     first = goal.objectives[0]
     seen = Comparison(conclusion="no better", winner=tuple(winner), default=tuple(default))
     if failure or not winner or not _meets(goal, winner):
-        failure = failure or f"measured again, it misses its SLO ({goal.slo})"
+        failure = failure or f"measured again, it misses {goal.slo}"
         return replace(seen, conclusion="unconfirmed", failure=failure)
     if not default or not _meets(goal, default):
         return replace(seen, conclusion="default fails")
@@ -120,9 +120,8 @@ def conclude(
 
 
 def _meets(goal: Goal, runs: Sequence[Mapping[str, float]]) -> bool:
-    """Whether the SLO holds over all repeats together (each serves the same requests)."""
-    share = float(np.mean([m["attainment"] for m in runs]))
-    return goal.feasible({"attainment": share})
+    """Whether the SLO holds in the median repeat: one disturbed repeat does not decide."""
+    return goal.feasible({"attainment": float(np.median([m["attainment"] for m in runs]))})
 
 
 def verdict(goal: Goal, comparison: Comparison, words: str) -> str:
@@ -137,18 +136,18 @@ def verdict(goal: Goal, comparison: Comparison, words: str) -> str:
     if comparison.conclusion == "default only":
         return f"No better than default: the default settings have the best {first.name} measured."
     if comparison.conclusion == "unconfirmed":
-        return f"No better than default: {words} did not hold up, {comparison.failure}."
+        return f"No better than default: {words} did not hold up ({comparison.failure})."
     if comparison.conclusion == "default fails":
-        return f"{words} meets {goal.slo}, which the default settings do not."
+        return f"Better than default: {words} meets {goal.slo}, which the default does not."
     judged = comparison.judgement
     assert judged is not None
     if judged.ratio is None or judged.interval is None:
-        return f"No better than default: {words} cannot be told apart ({judged.reason})."
+        return f"No better than default: {words} cannot be told apart from it ({judged.reason})."
     low, high = (_percent(end) for end in judged.interval)
-    margin = f"{_percent(judged.ratio)} {first.name} (95 % interval {low} to {high})"
+    margin = f"{_percent(judged.ratio)} {first.name}, 95 % interval {low} to {high}"
     if comparison.conclusion == "better":
-        return f"{words} is better than the default settings: {margin}."
-    return f"No better than default: {words} differs by {margin}."
+        return f"Better than default: {words} ({margin})."
+    return f"No better than default: {words} is not measurably better ({margin})."
 
 
 def _percent(ratio: float) -> str:

@@ -81,7 +81,7 @@ class Findings:
             return self.sentence
         space = self.setup.space
         words = describe(self.best.settings, space.default, space.free)
-        return verdict(self.setup.goal, self.comparison, words[0].upper() + words[1:])
+        return verdict(self.setup.goal, self.comparison, words)
 
     @property
     def recommended_trial(self) -> Trial | None:

@@ -53,26 +53,30 @@ class Prior:
             return int(np.argmin(self.slo_logs))
         return int(np.argmax(np.where(meets, self.logs, -np.inf)))
 
-    def hopeless(self, index: int, measured: Mapping[int, float], best: float) -> str:
-        """Why a point need not be run, or "".
+    def hopeless(
+        self, measured: Mapping[int, float], best: float, taken: Collection[int]
+    ) -> dict[int, str]:
+        """Points that need not be run, with the reason.
 
         Args:
-            index: the point.
             measured: log scores of complete trials by point.
-            best: log score of the best of them.
+            best: log score of the best that meets the SLO.
+            taken: points that are not asked about.
         """
         if len(measured) < MIN_TRIALS:
-            return ""
+            return {}
         errors = np.array([score - self.logs[i] for i, score in measured.items()])
         offset = float(np.median(errors))
         bound = max(ERROR_FACTOR * float(np.abs(errors - offset).max()), ERROR_FLOOR)
-        ceiling = self.logs[index] + offset + bound
-        if ceiling >= best + HOPELESS:
-            return ""
-        return (
-            f"hopeless by the cost model: at most {math.exp(ceiling - best):.0%} of the best, "
-            f"allowing for {ERROR_FACTOR:g} times its largest error so far"
-        )
+        ceilings = self.logs + offset + bound
+        return {
+            int(i): (
+                f"hopeless by the cost model: at most {math.exp(ceilings[i] - best):.0%} of the "
+                f"best, allowing for {ERROR_FACTOR:g} times its largest error so far"
+            )
+            for i in np.flatnonzero(ceilings < best + HOPELESS)
+            if i not in taken
+        }
 
 
 def _logs(values: Sequence[float]) -> NDArray[np.float64] | None:

@@ -9,7 +9,7 @@ they had come out as believed (the "kriging believer", Ginsbourger et al. 2010).
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -127,6 +127,8 @@ class PointSampler(BaseSampler):
         seed: int = 0,
     ) -> None:
         self.space, self.goal, self.prior, self.seed = space, goal, prior, seed
+        # Off: suggest what looks best even if the cost model rules it out, to have it recorded.
+        self.avoid_hopeless = False
 
     @property
     def distributions(self) -> dict[str, BaseDistribution]:
@@ -147,6 +149,8 @@ class PointSampler(BaseSampler):
     ) -> dict[str, Any]:
         """A whole point; empty when none is left (callers ask `left` before)."""
         seen = evidence(study.get_trials(deepcopy=False), self.space, but=trial.number)
+        if self.avoid_hopeless:
+            seen = replace(seen, taken=seen.taken | self.ruled_out(seen).keys())
         index = self.propose(seen, trial.number)
         if index is None:
             return {}
@@ -163,22 +167,17 @@ class PointSampler(BaseSampler):
         """The default: only reached when every point has been taken."""
         return self.space.default[param_name]
 
-    def taken(self, trials: Sequence[FrozenTrial]) -> frozenset[int]:
-        """Points that are not to be run again."""
-        return evidence(trials, self.space).taken
-
-    def ruled_out(self, index: int, trials: Sequence[FrozenTrial]) -> str:
-        """Why the cost model is sure that a point cannot win, or ""."""
-        seen = evidence(trials, self.space)
+    def ruled_out(self, seen: Evidence) -> dict[int, str]:
+        """Points of which the cost model is sure that they cannot win, with the reason."""
         runs = [(i, metrics) for i, metrics in seen.measured if i in seen.complete]
         if self.prior is None or not self.goal.single or not runs:
-            return ""
+            return {}
         values = scores(self.goal, [metrics for _, metrics in runs], np.ones(1))
         fine = [v for v, (_, m) in zip(values, runs, strict=True) if self.goal.feasible(m)]
         if not fine:
-            return ""
+            return {}
         measured = {i: float(v) for v, (i, _) in zip(values, runs, strict=True)}
-        return self.prior.hopeless(index, measured, float(max(fine)))
+        return self.prior.hopeless(measured, float(max(fine)), seen.taken)
 
     def propose(self, seen: Evidence, number: int) -> int | None:
         """The next point, or None when every point is taken."""

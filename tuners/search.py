@@ -19,7 +19,7 @@ from kllm.results.schema import plain
 from kllm.tuners.interrupt import Interrupt
 from kllm.tuners.objective import Goal
 from kllm.tuners.outcome import Outcome, measure, to_plain
-from kllm.tuners.sampler import PointSampler
+from kllm.tuners.sampler import PointSampler, evidence
 from kllm.tuners.space import Space, Value
 from kllm.tuners.study import Trial, read_trial
 
@@ -156,15 +156,26 @@ class Search:
             if timeout_s is not None and self.clock() - begin >= timeout_s:
                 return f"the time limit of {timeout_s:.0f} s was reached"
             chosen = self._choose()
-            if chosen is None:
-                return "every valid combination was tried"
+            if isinstance(chosen, str):
+                return chosen
             self._run_one(*chosen)
 
-    def _choose(self) -> tuple[optuna.Trial, int] | None:
-        """A trial of a point that nobody else runs and the cost model does not rule out."""
+    def _choose(self) -> tuple[optuna.Trial, int] | str:
+        """A trial of a point that nobody else runs, or why there is none.
+
+        The first choice may be one that the cost model rules out: it is stored with the reason,
+        and the next choice avoids all such points.
+        """
+        self.sampler.avoid_hopeless = False
         while True:
-            if not self._left():
-                return None
+            seen = evidence(self.study.get_trials(deepcopy=False), self.space)
+            hopeless = self.sampler.ruled_out(seen)
+            if not self._waiting():
+                left = len(self.space.points) - len(seen.taken)
+                if left == 0:
+                    return "every valid combination was tried"
+                if left == len(hopeless):
+                    return "the cost model rules out every combination that was not tried"
             trial = self.study.ask(self.sampler.distributions)
             trial.set_user_attr("owner", _owner_of(os.getpid()))
             index = self.space.find({**self.space.default, **trial.params})
@@ -173,18 +184,17 @@ class Search:
                 trial.set_user_attr("retry", True)
                 trial.set_user_attr("reason", f"trial {rival} of another process has this point")
                 self.study.tell(trial, state=TrialState.FAIL)
-            elif reason := self.sampler.ruled_out(index, self.study.get_trials(deepcopy=False)):
+            elif reason := hopeless.get(index):
                 trial.set_user_attr("reason", reason)
                 self.study.tell(trial, state=TrialState.PRUNED)
                 self._ended(trial.number)
+                self.sampler.avoid_hopeless = True
             else:
                 return trial, index
 
-    def _left(self) -> bool:
-        everything = self.study.get_trials(deepcopy=False)
-        if any(t.state == TrialState.WAITING for t in everything):
-            return True
-        return len(self.sampler.taken(everything)) < len(self.space.points)
+    def _waiting(self) -> bool:
+        """Whether an interrupted point is queued."""
+        return bool(self.study.get_trials(deepcopy=False, states=[TrialState.WAITING]))
 
     def _chosen_elsewhere(self, mine: optuna.Trial) -> int | None:
         """Number of an earlier trial with the same point, when two processes chose at once.

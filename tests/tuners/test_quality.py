@@ -33,7 +33,7 @@ def grid() -> Grid:
 
 
 def test_search_reaches_the_best_in_few_trials_and_before_random_search(grid: Grid) -> None:
-    quality = evaluate(grid, fake.GOAL, seeds=range(5), trials=25, time_share=0.2)
+    quality = evaluate(grid, fake.GOAL, seeds=range(3), trials=25, time_share=0.2)
     assert np.median(quality.reached()) >= 0.95
     tuned, random = quality.near_s(quality.tuned), quality.near_s(quality.random)
     assert np.median(tuned) < np.median(random)
@@ -45,7 +45,7 @@ def test_search_copes_with_an_slo_that_rules_out_most_points(grid: Grid) -> None
     strict = Goal.of(["goodput"], "ttft=1s,tpot=9ms")
     fine = [strict.feasible(measure(o, strict.slo)) for o in grid.outcomes]
     assert 0 < sum(fine) < len(fine) / 2
-    quality = evaluate(grid, strict, seeds=range(5), trials=25, time_share=0.2)
+    quality = evaluate(grid, strict, seeds=range(3), trials=25, time_share=0.2)
     assert np.median(quality.reached()) >= 0.95
 
 
@@ -53,7 +53,7 @@ def test_wrong_cost_model_does_not_keep_the_search_from_the_best(grid: Grid) -> 
     values = np.array([measure(o, fake.GOAL.slo)["goodput_tokens_per_s"] for o in grid.outcomes])
     logs = -np.log(values + 1)
     wrong = replace(grid.header, predicted=logs.tolist(), predicted_slo=(-logs).tolist())
-    quality = evaluate(Grid(wrong, grid.space, grid.outcomes), fake.GOAL, seeds=range(3))
+    quality = evaluate(Grid(wrong, grid.space, grid.outcomes), fake.GOAL, seeds=[0])
     assert np.median(quality.reached()) >= 0.9
 
 

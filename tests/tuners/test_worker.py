@@ -59,7 +59,7 @@ def test_allocation_beyond_the_memory_limit_is_a_failed_trial(runner: WorkerRunn
     assert runner.run(CONFIG, WORKLOAD).state == "complete"
     runner.memory_limit_bytes = 4 << 30
     huge = CacheConfig(memory_bytes=64 << 30)
-    wide = SchedulerConfig(max_batch=4096, token_budget=4096)
+    wide = SchedulerConfig(max_batch=32768, token_budget=32768)
     outcome = runner.run(replace(CONFIG, cache=huge, scheduler=wide), WORKLOAD)
     assert outcome.state == "failed"
     assert "out of host memory" in outcome.reason
