@@ -32,10 +32,20 @@ class LLM:
 
         Texts are taken as they are (no chat template). Text prompts give text; token ids give
         token ids only, so that models without a tokenizer can run.
+
+        Raises:
+            ConfigError: a prompt that cannot be run; none of them is then.
         """
-        requests = [self._add(prompt, params or SamplingParams()) for prompt in prompts]
-        while self.engine.has_work:
-            self.engine.step()
+        requests: list[Request] = []
+        try:
+            for prompt in prompts:
+                # One by one: those before a bad prompt must be known when it raises.
+                requests.append(self._add(prompt, params or SamplingParams()))  # noqa: PERF401
+            while self.engine.has_work:
+                self.engine.step()
+        finally:  # after an error or Ctrl-C nothing of this call may linger in the engine
+            for request in requests:
+                self.engine.abort(request.id)
         return requests
 
     def stream(self, prompt: str, params: SamplingParams | None = None) -> Iterator[str]:
