@@ -46,9 +46,7 @@ class Detokenizer:
         return rest
 
     def _release(self) -> str:
-        found = [
-            (at + len(stop), at) for stop in self._stop if (at := self._held.find(stop)) >= 0
-        ]
+        found = [(at + len(stop), at) for stop in self._stop if (at := self._held.find(stop)) >= 0]
         if found:
             # The one that is complete first, as if characters came one by one: the same text
             # however the tokens cut it.
