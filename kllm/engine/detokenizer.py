@@ -8,6 +8,18 @@ import codecs
 from collections.abc import Callable, Sequence
 
 
+class TokenTable(dict[int, bytes]):
+    """Bytes of each token, asked of the tokenizer once: asking costs more than all the rest."""
+
+    def __init__(self, token_bytes: Callable[[int], bytes]) -> None:
+        super().__init__()
+        self._token_bytes = token_bytes
+
+    def __missing__(self, token_id: int) -> bytes:
+        found = self[token_id] = self._token_bytes(token_id)
+        return found
+
+
 class Detokenizer:
     """The text of one request.
 

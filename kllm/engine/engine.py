@@ -8,13 +8,14 @@ thread; nothing here prints, and timing is returned with each step.
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import numpy as np
 
 from kllm import env
 from kllm.config import EngineConfig
 from kllm.core import FinishReason, Outcome, Plan, Request, SamplingParams, Status, TokenLogprobs
-from kllm.engine.detokenizer import Detokenizer
+from kllm.engine.detokenizer import Detokenizer, TokenTable
 from kllm.engine.executor import Executor, InProcessExecutor
 from kllm.errors import ConfigError
 from kllm.models.base import CausalLM
@@ -99,6 +100,10 @@ class Engine:
             )
         return self._tokenizer
 
+    @cached_property
+    def _token_bytes(self) -> TokenTable:
+        return TokenTable(self.tokenizer.token_bytes)
+
     @property
     def has_work(self) -> bool:
         """Whether a request waits or runs."""
@@ -160,7 +165,7 @@ class Engine:
         )
         reader = None
         if detokenize or params.stop:
-            reader = Detokenizer(self.tokenizer.token_bytes, params.stop)
+            reader = Detokenizer(self._token_bytes.__getitem__, params.stop)
         self._scheduler.add(request)
         self._count += 1
         self._requests[request_id] = request

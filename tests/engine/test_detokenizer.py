@@ -6,7 +6,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kllm.engine.detokenizer import Detokenizer
+from kllm.engine.detokenizer import Detokenizer, TokenTable
 
 TEXT = "naïve 日本語 👩‍👩‍👧 e\u0301 \U0001f600 end"
 
@@ -104,3 +104,16 @@ def test_what_was_held_is_sent_when_no_stop_string_came() -> None:
 
 def test_special_tokens_have_no_text() -> None:
     assert read([b"a", b"", b"b"]) == ("ab", 3)
+
+
+def test_the_tokenizer_is_asked_once_for_each_token() -> None:
+    asked: list[int] = []
+
+    def token_bytes(token_id: int) -> bytes:
+        asked.append(token_id)
+        return bytes([token_id])
+
+    table = TokenTable(token_bytes)
+    reader = Detokenizer(table.__getitem__)
+    assert reader.push(b"abba") == "abba"
+    assert asked == list(b"ab")
