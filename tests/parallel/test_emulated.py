@@ -1,16 +1,22 @@
 """The emulated communicator takes its time, fills its buffers and counts what it sends."""
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
 from kllm.layers.linear import RowLinear
+from kllm.models import MODELS
+from kllm.models.base import Groups, default_device_and_dtype
+from kllm.models.random import fill_random
 from kllm.parallel.communicator import Communicator
 from kllm.parallel.emulated import EmulatedComm, HostWire
 from kllm.parallel.link import Link
 from kllm.parallel.single import SingleComm
+from tests.models.harness import Harness
 
 CPU = torch.device("cpu")
 LINK = Link(latency_s=1.0, bytes_per_s=4.0)  # one float32 a second
@@ -149,3 +155,26 @@ def test_the_real_clock_is_waited_for() -> None:
     begin = wire._clock()
     comm.all_reduce(torch.ones(1)).wait()
     assert wire._clock() - begin >= 2e-3
+
+
+@pytest.mark.parametrize("model_type", ["llama", "deepseek_v4", "glm_moe_dsa"])
+def test_a_network_runs_as_one_rank_of_two(model_type: str) -> None:
+    """Every shape of a rank's share fits, prefill and decode, and the bytes sent are counted."""
+    family: Any = MODELS[model_type]()
+    config = replace(family.tiny_config(), vocab_size=98)
+    attn, ffn, vocab, ep = (emulated(2, rank=1) for _ in range(4))
+    with default_device_and_dtype(CPU, torch.float32):
+        model = family.build(config, Groups(attn, ffn, vocab, ep))
+    fill_random(model, family, seed=0)
+    model.freeze()
+    harness = Harness(model.eval())
+    prefill = harness.step({0: list(range(3, 20))})[0]
+    decode = harness.step({0: [5]})[0]
+    assert prefill.shape == (17, config.vocab_size)
+    assert decode.isfinite().all()
+    # All tokens of both steps are embedded, and their logits gathered.
+    embedded = 18 * config.hidden_size * 4
+    logits = 18 * config.vocab_size * 4
+    assert vocab.calls == {"all_reduce": 2, "all_gather": 2}
+    assert vocab.sent_bytes == embedded + logits / 2
+    assert attn.calls["all_reduce"] == 2 * config.num_hidden_layers
