@@ -1,0 +1,85 @@
+"""Emulated transfers take their time on the device, beside computation, and fill their buffers."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from kllm.parallel.emulated import EmulatedComm
+from kllm.parallel.link import Link
+
+LINK = Link(latency_s=20e-6, bytes_per_s=50e9)
+FEW_PERCENT = 0.05  # the clock of the GPU moves between calibration and use
+
+
+def device_seconds(action: Callable[[], object]) -> float:
+    """Device time of an action, the least of several."""
+    times = []
+    for _ in range(5):
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begin.record()
+        action()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) / 1e3)
+    return min(times)
+
+
+@pytest.mark.parametrize("megabytes", [1, 16, 64])
+def test_a_transfer_takes_the_time_of_the_link(cuda: torch.device, megabytes: int) -> None:
+    comm = EmulatedComm(LINK, size=8, device=cuda)
+    x = torch.ones(megabytes << 18, device=cuda)
+    out = torch.empty_like(x)
+    want = LINK.seconds(x.nbytes)
+    got = device_seconds(lambda: comm.ring_shift(out, x).wait())
+    # Ordering three streams by events costs some microseconds besides.
+    assert want * (1 - FEW_PERCENT) <= got <= want * (1 + FEW_PERCENT) + 40e-6
+    assert torch.equal(out, x)
+
+
+def test_computation_hides_a_transfer(cuda: torch.device) -> None:
+    comm = EmulatedComm(LINK, size=8, device=cuda)
+    x = torch.ones(16 << 18, device=cuda)
+    a = torch.randn(4096, 4096, device=cuda)
+
+    def compute() -> None:
+        for _ in range(4):
+            torch.mm(a, a)
+
+    def both() -> None:
+        handle = comm.all_reduce(x)
+        compute()
+        handle.wait()
+
+    compute()
+    alone = device_seconds(compute)
+    transfer = LINK.seconds(2 * 7 / 8 * x.nbytes)
+    together = device_seconds(both)
+    assert together < 0.9 * (alone + transfer)
+    assert together >= 0.95 * max(alone, transfer)
+
+
+def test_transfers_follow_each_other(cuda: torch.device) -> None:
+    comm = EmulatedComm(LINK, size=2, device=cuda)
+    x = torch.ones(4 << 18, device=cuda)
+    outs = [torch.empty_like(x) for _ in range(3)]
+
+    def three() -> None:
+        for handle in [comm.ring_shift(out, x) for out in outs]:
+            handle.wait()
+
+    assert device_seconds(three) >= 3 * LINK.seconds(x.nbytes) * (1 - FEW_PERCENT)
+
+
+def test_a_transfer_can_be_captured_in_a_graph(cuda: torch.device) -> None:
+    comm = EmulatedComm(LINK, size=4, device=cuda)
+    x = torch.ones(1 << 18, device=cuda)
+    out = torch.empty(4 << 18, device=cuda)
+    comm.all_gather(out, x).wait()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        comm.all_gather(out, x).wait()
+    x.fill_(3)
+    seconds = device_seconds(graph.replay)
+    assert torch.equal(out, torch.full_like(out, 3))
+    assert seconds >= LINK.seconds(3 * x.nbytes) * (1 - FEW_PERCENT)
