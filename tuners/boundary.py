@@ -16,7 +16,7 @@ from kllm.tuners.space import Value
 from kllm.tuners.study import Trial
 
 FACTORS = tuple(float(f) for f in np.geomspace(0.25, 4.0, 33))  # on both limits; 1 is among them
-TIE = 0.99  # this share of the best other setting counts as being as good
+TIE = 0.95  # single runs scatter: a setting is beaten by one that is more than 5 % better
 NEAR = 0.95  # "within 5 %"
 
 
@@ -62,7 +62,7 @@ def _value(goal: Goal, slo: Slo, trial: Trial) -> float:
 
 
 def region(rows: Sequence[Rival]) -> tuple[float, float] | None:
-    """The factors around 1 for which the winner stays (about) the best; None if it never is."""
+    """The factors around 1 for which nothing beats the winner; None if something does at 1."""
     holds = [row.winner > 0 and row.winner >= TIE * row.other for row in rows]
     middle = min(range(len(rows)), key=lambda i: abs(np.log(rows[i].factor)))
     if not holds[middle]:
@@ -104,7 +104,7 @@ def statement(
     span = f"{rows[0].factor:g} to {rows[-1].factor:g} times"
     found = region(rows)
     if found is None:
-        return f"Another trial was as good or better already at {goal.slo}."
+        return f"Another trial was more than 5 % better already at {goal.slo}."
     low, high = found
     parts = [
         f"Best of the measured settings for limits of {low:.2g} to {high:.2g} times {goal.slo}"

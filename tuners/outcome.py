@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -64,7 +64,6 @@ class Outcome:
     num_requests: int = 0
     num_output_tokens: int = 0
     fidelity: Literal["real", "rank-slice"] = "real"
-    engine: dict[str, Any] = field(default_factory=dict)  # what the engine made of its settings
     requests: tuple[Served, ...] = ()
     ticks: tuple[Tick, ...] = ()
 

@@ -84,6 +84,21 @@ class Findings:
         return verdict(self.setup.goal, self.comparison, words)
 
     @property
+    def rivals(self) -> list[Trial]:
+        """The trials that the recommendation is measured by.
+
+        A best trial that was measured again and is no better than the default says nothing by
+        its first, lucky run.
+        """
+        beaten = self.comparison is not None and self.comparison.keeps_default
+        return [t for t in self.trials if not (beaten and t is self.best_trial)]
+
+    @property
+    def best_trial(self) -> Trial | None:
+        """The best trial as it stands among the trials."""
+        return next((t for t in self.trials if self.best and t.number == self.best.number), None)
+
+    @property
     def recommended_trial(self) -> Trial | None:
         """The complete trial that ran the recommended settings."""
         wanted = dict(self.recommended)
@@ -220,7 +235,7 @@ def _slo_sweep(findings: Findings) -> list[Series]:
     goal, trial = findings.setup.goal, findings.recommended_trial
     if trial is None or not goal.slo.limited or goal.objectives[0].sign < 0:
         return []
-    rows = boundary.sweep(goal, trial, findings.trials)
+    rows = boundary.sweep(goal, trial, findings.rivals)
     unit = goal.objectives[0].unit
     name = goal.objectives[0].name
     table = [
@@ -242,7 +257,7 @@ def boundary_of(findings: Findings) -> str | None:
     if trial is None:
         return None
     if goal.slo.limited and goal.objectives[0].sign > 0:
-        rows = boundary.sweep(goal, trial, findings.trials)
+        rows = boundary.sweep(goal, trial, findings.rivals)
         return boundary.statement(goal, rows, space.default, space.free)
     near = boundary.near_values(goal, trial, findings.trials, space.free)
     kept = "; ".join(f"{k} {', '.join(map(str, v))}" for k, v in near.items() if len(v) > 1)
@@ -318,6 +333,6 @@ def _recipe_boundary(findings: Findings) -> Boundary | None:
         return None
     factor = None
     if goal.slo.limited and goal.objectives[0].sign > 0:
-        factor = boundary.region(boundary.sweep(goal, trial, findings.trials))
+        factor = boundary.region(boundary.sweep(goal, trial, findings.rivals))
     near: Mapping[str, list[Any]] = boundary.near_values(goal, trial, findings.trials, space.free)
     return Boundary(statement=sentence, slo_factor=factor, near=dict(near))

@@ -2,8 +2,8 @@
 
 Usage: fake_worker.py '{"64": "die"}': with token_budget 64 it kills itself. Other deeds: "hang",
 "exit" (traceback), "nonsense" (not a message), "grow" (memory), "deaf" (ignores a stop), "park"
-(waits in the middle of the run until it is told to stop or ended, and first writes a line to the
-pipe that FAKE_PARKED names). "*" stands for every other budget.
+(waits in the middle of the run until it is told to stop), "wait" (for ever, before the first
+progress; first writes a line to the pipe that FAKE_PARKED names). "*": every other budget.
 """
 
 import json
@@ -50,13 +50,14 @@ def serve(request: protocol.Run, stop: threading.Event) -> None:
     misbehave(deed)
     outcome = fake.run(settings)
     send(protocol.Started(outcome.num_requests, outcome.num_output_tokens))
+    if deed == "wait":
+        Path(os.environ["FAKE_PARKED"]).write_text("parked\n")
+        threading.Event().wait()
     at = 0
     rows = sorted(outcome.requests)
     ticks: list[Tick] = []
     for number, tick in enumerate(outcome.ticks):
         if number == len(outcome.ticks) // 2 and deed == "park":
-            if pipe := os.environ.get("FAKE_PARKED"):
-                Path(pipe).write_text("parked\n")
             stop.wait()
         if stop.is_set() and deed != "deaf":
             break

@@ -9,6 +9,7 @@ import pytest
 from kllm.errors import DataError
 from kllm.tuners import grid as grids
 from kllm.tuners.grid import Grid, Header
+from kllm.tuners.objective import Goal
 from kllm.tuners.outcome import measure
 from kllm.tuners.quality import evaluate
 from kllm.tuners.replay import Replay
@@ -40,8 +41,6 @@ def test_search_reaches_the_best_in_few_trials_and_before_random_search(grid: Gr
 
 
 def test_search_copes_with_an_slo_that_rules_out_most_points(grid: Grid) -> None:
-    from kllm.tuners.objective import Goal
-
     strict = Goal.of(["goodput"], "ttft=1s,tpot=9ms")
     fine = [strict.feasible(measure(o, strict.slo)) for o in grid.outcomes]
     assert 0 < sum(fine) < len(fine) / 2

@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import socket
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import optuna
@@ -15,6 +16,7 @@ from optuna.trial import TrialState
 from kllm.errors import ConfigError, DataError
 from kllm.tuners.interrupt import Interrupt
 from kllm.tuners.outcome import Outcome
+from kllm.tuners.params import CONSTRAINTS, PARAMS
 from kllm.tuners.prior import Guess, Prior
 from kllm.tuners.sampler import PointSampler
 from kllm.tuners.search import Search
@@ -31,8 +33,6 @@ def measure(settings: Mapping[str, Value], best: Trial | None) -> Outcome:
 
 
 def small_space() -> Space:
-    from kllm.tuners.params import CONSTRAINTS, PARAMS
-
     return Space(
         PARAMS,
         CONSTRAINTS,
@@ -85,8 +85,6 @@ def test_small_space_is_tried_to_the_end_and_never_twice() -> None:
 
 
 def test_space_of_one_point_is_one_trial() -> None:
-    from kllm.tuners.params import CONSTRAINTS, PARAMS
-
     fixed = {"kv_dtype": "auto", "page_size": 0, "max_batch": 16, "token_budget": 64}
     space = Space(PARAMS, CONSTRAINTS, site=fake.SITE, base=fake.BASE, fixed=fixed)
     search = search_in(optuna.storages.InMemoryStorage(), space=space)
@@ -133,11 +131,7 @@ def test_hopeless_points_are_pruned_with_the_model_reason_and_cost_no_trial() ->
     def run(settings: Mapping[str, Value], best: Trial | None) -> Outcome:
         outcome = fake.run(settings, noise=0)
         factor = 64 / float(settings["max_batch"])
-        rows = tuple(
-            r._replace(finished_s=r.finished_s, ttft_s=0.1, tpot_s=0.01) for r in outcome.requests
-        )
-        from dataclasses import replace
-
+        rows = tuple(r._replace(ttft_s=0.1, tpot_s=0.01) for r in outcome.requests)
         return replace(outcome, run_s=10 * factor, requests=rows)
 
     prior = Prior.of(space, predicted)
@@ -324,11 +318,7 @@ def test_sqlite_works_as_well(tmp_path: Path) -> None:
     assert [t.state for t in again.trials()] == ["complete"] * 3
 
 
-def test_trial_of_another_version_names_itself(journal: str) -> None:
-    search = search_in(open_storage(journal))
-    search.run(trials=1)
-    trial = search.study.trials[0]
-    optuna.trial.Trial(search.study, trial._trial_id)
+def test_trial_of_another_version_names_itself() -> None:
     bad = Trial(number=7, settings={}, state="complete", reason="", metrics={}, stored={"state": 1})
     with pytest.raises(DataError, match="trial 7"):
         _ = bad.outcome

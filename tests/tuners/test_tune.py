@@ -19,7 +19,7 @@ from kllm.tuners.trial import WorkerRunner
 from kllm.tuners.tune import Options, Tuned, tune
 
 ROOT = Path(__file__).parents[2]
-PARK = '{"2048": "", "*": "park"}'  # every setting waits in its middle, but for the default budget
+PARK = '{"2048": "", "*": "wait"}'  # every run waits once it has begun, but for the default budget
 
 
 @pytest.fixture(scope="module", autouse=True)

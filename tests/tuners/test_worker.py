@@ -1,9 +1,11 @@
 """The real worker measures the real engine, and says why when it cannot."""
 
+import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
 
+import psutil
 import pytest
 
 from kllm.bench.workloads import Lengths, Workload
@@ -64,3 +66,20 @@ def test_allocation_beyond_the_memory_limit_is_a_failed_trial(runner: WorkerRunn
     assert outcome.state == "failed"
     assert "out of host memory" in outcome.reason
     assert runner.run(CONFIG, WORKLOAD).state == "complete"
+
+
+PARENT = """
+from kllm.tuners.trial import WORKER, _Worker
+worker = _Worker(WORKER)
+print(worker.process.pid, flush=True)
+worker.process.wait()
+"""
+
+
+def test_worker_ends_with_a_killed_parent() -> None:
+    parent = subprocess.Popen([sys.executable, "-c", PARENT], stdout=subprocess.PIPE, text=True)
+    assert parent.stdout is not None
+    worker = psutil.Process(int(parent.stdout.readline()))
+    parent.kill()
+    parent.communicate()
+    assert psutil.wait_procs([worker], timeout=30)[1] == []
