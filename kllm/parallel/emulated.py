@@ -237,6 +237,8 @@ def _spin_rate(device: torch.device) -> tuple[float, float]:
 def _time_spin(device: torch.device, cycles: int) -> float:
     with torch.cuda.device(device):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        # The device is kept busy while the host queues the rest, or its delays would count.
+        torch.cuda._sleep(CALIBRATION_CYCLES[1])  # type: ignore[no-untyped-call]
         begin.record()
         torch.cuda._sleep(cycles)  # type: ignore[no-untyped-call]
         end.record()

@@ -9,6 +9,7 @@ from kllm.parallel.emulated import EmulatedComm
 from kllm.parallel.link import Link
 
 LINK = Link(latency_s=20e-6, bytes_per_s=50e9)
+HEAD_START = 2_000_000  # cycles that the device spins while the host queues the action
 FEW_PERCENT = 0.05  # the clock of the GPU moves between calibration and use
 
 
@@ -17,6 +18,7 @@ def device_seconds(action: Callable[[], object]) -> float:
     times = []
     for _ in range(5):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda._sleep(HEAD_START)
         begin.record()
         action()
         end.record()
@@ -33,14 +35,14 @@ def test_a_transfer_takes_the_time_of_the_link(cuda: torch.device, megabytes: in
     want = LINK.seconds(x.nbytes)
     got = device_seconds(lambda: comm.ring_shift(out, x).wait())
     # Ordering three streams by events costs some microseconds besides.
-    assert want * (1 - FEW_PERCENT) <= got <= want * (1 + FEW_PERCENT) + 40e-6
+    assert want * (1 - FEW_PERCENT) <= got <= want * (1 + FEW_PERCENT) + 15e-6
     assert torch.equal(out, x)
 
 
 def test_computation_hides_a_transfer(cuda: torch.device) -> None:
     comm = EmulatedComm(LINK, size=8, device=cuda)
     x = torch.ones(16 << 18, device=cuda)
-    a = torch.randn(4096, 4096, device=cuda)
+    a = torch.randn(4096, 4096, device=cuda, dtype=torch.bfloat16)
 
     def compute() -> None:
         for _ in range(4):
@@ -55,7 +57,7 @@ def test_computation_hides_a_transfer(cuda: torch.device) -> None:
     alone = device_seconds(compute)
     transfer = LINK.seconds(2 * 7 / 8 * x.nbytes)
     together = device_seconds(both)
-    assert together < 0.9 * (alone + transfer)
+    assert together < alone + 0.6 * transfer
     assert together >= 0.95 * max(alone, transfer)
 
 
