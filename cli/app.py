@@ -8,7 +8,7 @@ import errno
 import os
 import sys
 import traceback
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
@@ -24,6 +24,7 @@ from kllm.cli.models import models
 from kllm.cli.recipes import recipes_app
 from kllm.cli.report import report
 from kllm.cli.tune import tune
+from kllm.cli.tune_quality import tune_quality
 from kllm.errors import KllmError
 
 app = typer.Typer(
@@ -31,8 +32,10 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
     help="Benchmark and tune deployments of large MoE language models.",
+    epilog="Every option can also be set by a KLLM_* variable or a TOML file: `kllm config`.",
 )
 app.command()(tune)
+app.command("tune-quality")(tune_quality)
 app.add_typer(bench_app, name="bench")
 app.command()(compare)
 app.command()(report)
@@ -85,10 +88,19 @@ def _run(args: list[str]) -> None:
     from kllm.cli.defaults import config_path, read_defaults
 
     command = typer.main.get_command(app)
+    _hide_variables(command)
     # `kllm config check` must be able to report a broken file, so it does not load one.
     path = None if args[:1] == ["config"] else config_path()
     defaults = read_defaults(path, command) if path else None
     command.main(args, prog_name="kllm", auto_envvar_prefix="KLLM", default_map=defaults)
+
+
+def _hide_variables(command: Any) -> None:
+    """Leave the KLLM_* variables out of the help: their rule is stated once, by `config env`."""
+    for param in command.params:
+        param.show_envvar = False
+    for child in getattr(command, "commands", {}).values():
+        _hide_variables(child)
 
 
 def _os_sentence(error: OSError) -> str:

@@ -37,25 +37,22 @@ def models(
 
 
 def _table(found: "list[ModelFacts]") -> Any:
+    from rich import box
     from rich.table import Table
 
-    table = Table(caption=_caption(found[0]), caption_justify="left")
+    table = Table(caption=_caption(found[0]), caption_justify="left", box=box.SIMPLE_HEAD)
     table.add_column("model", no_wrap=True)
-    for column in ("parameters", "active", "checkpoint", "KV/token", "KV fp8", "KV/request"):
-        table.add_column(column, justify="right")
-    table.add_column("fits here")
-    table.add_column("KV tokens", justify="right")
+    for column in ("params", "active", "disk", "KV/token"):
+        table.add_column(column, justify="right", no_wrap=True)
+    table.add_column("fits", no_wrap=True)
     for m in found:
         table.add_row(
             m.name,
             count(m.parameters),
             count(m.active_parameters),
             size(m.checkpoint_bytes),
-            f"{m.kv_bytes_per_token['bfloat16']:,.0f} B",
-            f"{m.kv_bytes_per_token['fp8']:,.0f} B",
-            size(m.bytes_per_request["bfloat16"]),
+            size(m.kv_bytes_per_token["bfloat16"]),
             m.fit.scale,
-            count(m.fit.context_tokens),
         )
     return table
 
@@ -63,8 +60,8 @@ def _table(found: "list[ModelFacts]") -> Any:
 def _caption(facts: "ModelFacts") -> str:
     fit = facts.fit
     return (
-        f"KV in bfloat16 or fp8. Fits here: largest scale and KV tokens beside its weights, "
-        f"on {fit.device} in {fit.dtype}."
+        f"active: parameters a token uses. KV/token in bfloat16. fits: the largest scale on this "
+        f"{fit.device} in {fit.dtype}. More of one model: `kllm models MODEL`."
     )
 
 
@@ -94,16 +91,17 @@ def _details(m: "ModelFacts") -> Any:
 
 
 def count(number: int) -> str:
-    """A large count in the units of the field: 135 M, 284.3 B."""
-    for unit, name in ((1e9, " B"), (1e6, " M"), (1e3, " k")):
-        if number >= unit:
-            return f"{number / unit:.4g}{name}"
-    return str(number)
+    """A large count in the units of the field: 135 M, 284 B."""
+    return _scaled(number, ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")), "")
 
 
-def size(nbytes: int) -> str:
+def size(nbytes: float) -> str:
     """Bytes in decimal units, as checkpoints are published."""
-    for unit, name in ((1e9, " GB"), (1e6, " MB"), (1e3, " kB")):
-        if nbytes >= unit:
-            return f"{nbytes / unit:.4g}{name}"
-    return f"{nbytes} B"
+    return _scaled(nbytes, ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")), "B")
+
+
+def _scaled(number: float, units: tuple[tuple[float, str], ...], plain: str) -> str:
+    for unit, name in units:
+        if number >= unit:
+            return f"{number / unit:.3g} {name}"
+    return f"{number:.0f} {plain}".rstrip()

@@ -87,10 +87,10 @@ def plan_kv(
     if num_pages < 1 or held < config.max_model_len:
         need = state + per_page * (SCRATCH + -(-(config.max_model_len or page) // page))
         raise CapacityError(
-            f"KV memory is {memory / 2**30:.2f} GiB and {need / 2**30:.2f} GiB are needed: "
-            f"{state / 2**30:.2f} for the state of {max_batch} requests and the rest for one "
-            f"request of {config.max_model_len or page} tokens; lower max_batch or "
-            "max_model_len, or give more KV memory"
+            f"KV memory is {_mib(memory)} and {_mib(need)} are needed: {_mib(state)} for the "
+            f"state of {max_batch} requests and the rest for one request of "
+            f"{config.max_model_len or page} tokens; lower max_batch or max_model_len, or give "
+            "more KV memory"
         )
     return KVBudget(
         num_pages=num_pages,
@@ -100,6 +100,10 @@ def plan_kv(
         kv_dtype=kv_dtype,
         rewind_tokens=cache.rewind_tokens,
     )
+
+
+def _mib(nbytes: float) -> str:
+    return f"{nbytes / 2**20:,.1f} MiB"
 
 
 def _free_share(config: EngineConfig, device: torch.device, activation_bytes: int) -> float:
