@@ -29,7 +29,7 @@ from kllm.tuners.prior import Guess, Prior
 from kllm.tuners.space import Settings, Site, Space, Value, parse_fixed
 
 TRIAL_S = 5.0  # length of a trial that the workload is sized for
-FEWEST_ROUNDS = 4  # requests for each one in flight, so that the start does not decide
+FEWEST_ROUNDS = 2  # requests for each one in flight, so that the start does not decide
 FULL_KV = "kv"  # the paged state of families with a choice of attention backends
 
 
