@@ -54,8 +54,8 @@ def test_an_unknown_model_is_refused() -> None:
 def test_numbers_are_printed_in_the_units_of_the_field() -> None:
     assert [count(n) for n in (7, 34_240, 134_515_008, 284_330_000_000)] == [
         "7",
-        "34.24 k",
-        "134.5 M",
-        "284.3 B",
+        "34.2 k",
+        "135 M",
+        "284 B",
     ]
-    assert [size(n) for n in (0, 17_840_000, 159_609_000_000)] == ["0 B", "17.84 MB", "159.6 GB"]
+    assert [size(n) for n in (0, 17_840_000, 159_609_000_000)] == ["0 B", "17.8 MB", "160 GB"]
