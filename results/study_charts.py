@@ -58,6 +58,8 @@ def pareto_chart(result: RunResult) -> Figure | None:
     if len(axes_names) != 2:
         return None
     x_name, y_name = axes_names
+    # Trials that were stopped early saw only their beginning: their metrics are no match.
+    table = table[table["state"] == "complete"]
     points = pd.DataFrame(
         {"number": table["number"], "x": numeric(table, x_name), "y": numeric(table, y_name)}
     ).dropna()
