@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+TYPED := build/typecheck
 GPU := $(shell nvidia-smi -L 2>/dev/null | grep -c GPU)
 
 # Where there is no NVIDIA GPU the CPU build of torch is pinned: a plain `torch` would bring
@@ -25,10 +26,14 @@ tune: $(VENV)/.installed
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -q
 
+# mypy finds kllm.cli and the other mapped folders in a real install only, not in an editable one.
 check: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/mypy kllm cli tuners recipes results
+	rm -rf build
+	$(BIN)/pip install -q --no-deps --no-build-isolation --target $(TYPED) .
+	cd $(TYPED) && $(CURDIR)/$(BIN)/mypy --config-file $(CURDIR)/pyproject.toml \
+		--cache-dir $(CURDIR)/.mypy_cache -p kllm
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -43,7 +43,8 @@ def activation_bytes(
         ) from None
     finally:
         torch.cuda.empty_cache()
-    logits = 3 * 4 * config.scheduler.max_batch * model.config.vocab_size  # float32, while sampling
+    vocab_size: int = model.config.vocab_size
+    logits = 3 * 4 * config.scheduler.max_batch * vocab_size  # float32, while sampling
     return int(MARGIN * (fresh + late)) + logits
 
 

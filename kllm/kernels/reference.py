@@ -47,7 +47,7 @@ def rope(
     if inverse:
         sin = -sin
     if interleaved:
-        even, odd = x.float().unflatten(-1, (-1, 2)).unbind(-1)
+        even, odd = torch.unflatten(x.float(), -1, (-1, 2)).unbind(-1)
         turned = torch.stack((even * cos - odd * sin, odd * cos + even * sin), -1).flatten(-2)
     else:
         low, high = x.float().chunk(2, dim=-1)

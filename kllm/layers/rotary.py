@@ -83,7 +83,7 @@ class Rotary:
         found = ctx.shared.get(f"rope {self}")
         if found is None:
             found = ctx.shared[f"rope {self}"] = self.cos_sin(ctx.positions)
-        return found  # type: ignore[return-value]
+        return found
 
 
 @cache

@@ -213,5 +213,5 @@ class _Defaults:
         self.device.__enter__()
 
     def __exit__(self, *exc: object) -> None:
-        self.device.__exit__(*exc)  # type: ignore[arg-type]
+        self.device.__exit__(*exc)
         torch.set_default_dtype(self.before)

@@ -17,7 +17,7 @@ AMAX_FLOOR = 1e-4  # smallest group maximum that gets a scale of its own
 def pack(values: Tensor, entry: EntryFormat) -> Tensor:
     """[..., width] in a float dtype -> [..., entry.nbytes("fp8")] uint8."""
     n, group = entry.fp8_channels, entry.group
-    groups = values[..., :n].float().unflatten(-1, (-1, group))
+    groups = torch.unflatten(values[..., :n].float(), -1, (-1, group))
     scale = groups.abs().amax(-1, keepdim=True).clamp_min(AMAX_FLOOR) / E4M3_MAX
     if entry.scale == "ue8m0":
         exponent = torch.ceil(torch.log2(scale)).clamp(-127, 127)
@@ -44,7 +44,8 @@ def unpack(stored: Tensor, entry: EntryFormat, dtype: torch.dtype) -> Tensor:
     # Copies: a slice of a single row counts as contiguous, at an offset that no view can have.
     raw = stored[..., n:scale_end].clone(memory_format=torch.contiguous_format)
     scale = torch.exp2(raw.float() - 127) if entry.scale == "ue8m0" else raw.view(torch.float32)
-    values = (quantised.unflatten(-1, (-1, group)) * scale.unsqueeze(-1)).flatten(-2).to(dtype)
+    values = torch.unflatten(quantised, -1, (-1, group)) * scale.unsqueeze(-1)
+    values = values.flatten(-2).to(dtype)
     if entry.width == n:
         return values
     rope_end = scale_end + (entry.width - n) * 2
