@@ -266,15 +266,15 @@ def holm(judgements: Mapping[str, Judgement], alpha: float = 0.01) -> dict[str, 
 
 
 def paired_ratio(
-    base: Sequence[float], new: Sequence[float], confidence: float = 0.95, seed: int = 0
+    base: Sequence[float], new: Sequence[float]
 ) -> tuple[float, tuple[float, float] | None]:
-    """Median of new[i] / base[i] over interleaved pairs, with its bootstrap interval.
+    """Median of new[i] / base[i] over interleaved pairs, with its 95 % bootstrap interval.
 
     Raises:
         ValueError: the lists have different lengths.
     """
     logs = np.log([n / b for b, n in zip(base, new, strict=True)])
-    median, interval = median_ci([float(x) for x in logs], confidence, seed)
+    median, interval = median_ci([float(x) for x in logs])
     if interval is None:
         return math.exp(median), None
     return math.exp(median), (math.exp(interval[0]), math.exp(interval[1]))

@@ -141,9 +141,9 @@ BENCHES: Registry[Entry] = Registry(
 )
 
 
-def doubling(most: int, least: int = 1) -> tuple[int, ...]:
-    """least, 2 least, 4 least, ... up to and including `most`."""
-    sizes = [least]
+def doubling(most: int) -> tuple[int, ...]:
+    """1, 2, 4, ... up to and including `most`."""
+    sizes = [1]
     while sizes[-1] * 2 <= most:
         sizes.append(sizes[-1] * 2)
     return tuple(sizes if sizes[-1] == most else [*sizes, most])

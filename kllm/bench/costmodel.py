@@ -33,11 +33,6 @@ class Part:
     flops: float
     seconds: float  # the larger of the two bounds
 
-    @property
-    def intensity(self) -> float:
-        """Operations for each byte; infinite when nothing is read."""
-        return self.flops / self.nbytes if self.nbytes else math.inf
-
 
 @dataclass(frozen=True, slots=True)
 class StepFloor:

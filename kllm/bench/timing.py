@@ -68,21 +68,11 @@ def timed(action: Callable[[], object], device: str = "cpu") -> float:
     return float(begin.elapsed_time(end)) / 1e3
 
 
-def measure(
-    action: Callable[[], object], *, device: str = "cpu", warmup: int = 2, repeats: int = 10
-) -> list[float]:
-    """Seconds of each of `repeats` calls, after `warmup` calls that do not count."""
-    for _ in range(warmup):
-        action()
-    return [timed(action, device) for _ in range(repeats)]
-
-
 def interleave(
     sides: Mapping[str, Callable[[], T]],
     *,
     repeats: int,
     warmup: int = 1,
-    each: Callable[[int], None] | None = None,
 ) -> dict[str, list[T]]:
     """Run every side `repeats` times in alternation; value i of one pairs with value i of another.
 
@@ -90,7 +80,6 @@ def interleave(
         sides: name to a call that measures once and returns its value.
         repeats: rounds; the order of the sides turns round after each one.
         warmup: rounds before, whose values are dropped.
-        each: told the number of rounds done.
     """
     names = list(sides)
     values: dict[str, list[T]] = {name: [] for name in names}
@@ -100,6 +89,4 @@ def interleave(
             value = sides[name]()
             if done >= 0:
                 values[name].append(value)
-        if each and done >= 0:
-            each(done + 1)
     return values

@@ -115,15 +115,6 @@ class WorkShape:
     attention_entries: Callable[[int], Mapping[str, float]]
 
 
-class FamilyConfig(Protocol):
-    """The frozen config of a family; each has more fields of its own."""
-
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
-    max_position_embeddings: int
-
-
 class CausalLM(nn.Module):
     """A network of one family on one rank.
 
@@ -191,11 +182,6 @@ class Family(Protocol):
 
     def build(self, config: Any, groups: Groups, mtp: bool = False) -> CausalLM:
         """The network with uninitialised weights, on torch's default device and dtype."""
-
-
-def parameter_count(tensors: Iterator[CheckpointTensor], mtp: bool = False) -> int:
-    """Logical parameters, with or without the MTP head."""
-    return sum(t.parameters for t in tensors if mtp or not t.mtp)
 
 
 def default_device_and_dtype(device: torch.device, dtype: torch.dtype) -> Any:

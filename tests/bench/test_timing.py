@@ -1,9 +1,9 @@
-"""Timing helpers: order of alternation, dropped warm-up, failures that do not end a sweep."""
+"""Timing: order of alternation, dropped warm-up, failures that do not end a sweep."""
 
 import pytest
 import torch
 
-from kllm.bench.timing import Failed, attempt, interleave, measure, out_of_memory
+from kllm.bench.timing import Failed, attempt, interleave, out_of_memory
 from kllm.errors import CapacityError, ConfigError
 
 
@@ -59,10 +59,3 @@ def test_real_allocation_failure_is_recognised() -> None:
     with pytest.raises(RuntimeError) as caught:
         torch.empty(1 << 60, dtype=torch.uint8)
     assert out_of_memory(caught.value) == "out of host memory"
-
-
-def test_measure_returns_one_time_for_each_repeat() -> None:
-    calls: list[int] = []
-    times = measure(lambda: calls.append(1), warmup=2, repeats=5)
-    assert (len(times), len(calls)) == (5, 7)
-    assert all(t >= 0 for t in times)
