@@ -1,6 +1,6 @@
 """What a study leaves behind: a result, a recipe and a report, all from stored trials."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,12 +18,13 @@ from kllm.recipes.schema import (
 )
 from kllm.recipes.schema import save as save_recipe
 from kllm.results.report import render_html
-from kllm.results.schema import Fingerprint, Metric, RunResult, Series
+from kllm.results.schema import Fidelity, Fingerprint, Metric, RunResult, Series
 from kllm.results.store import save as save_result
 from kllm.results.store import slug, write_atomic
 from kllm.tuners import boundary
 from kllm.tuners.finish import Comparison, verdict
 from kllm.tuners.importance import importance
+from kllm.tuners.objective import Objective
 from kllm.tuners.outcome import METRICS
 from kllm.tuners.setup import Setup, describe
 from kllm.tuners.space import Settings
@@ -104,6 +105,17 @@ class Findings:
         wanted = dict(self.recommended)
         return next((t for t in self.trials if t.measured and dict(t.settings) == wanted), None)
 
+    @property
+    def slo_sweep(self) -> list[boundary.Rival]:
+        """The recommendation against the best other trial under tighter and looser limits.
+
+        Empty without a recommendation, without limits, or for an objective that is no rate.
+        """
+        goal, trial = self.setup.goal, self.recommended_trial
+        if trial is None or not goal.slo.limited or goal.objectives[0].sign < 0:
+            return []
+        return boundary.sweep(goal, trial, self.rivals)
+
 
 def write(findings: Findings, folder: Path) -> tuple[RunResult, Files]:
     """Write everything.
@@ -159,9 +171,10 @@ def result_of(findings: Findings) -> RunResult:
     )
 
 
-def fidelity_of(trials: Sequence[Trial]) -> Any:
+def fidelity_of(trials: Sequence[Trial]) -> Fidelity:
     """That of the trials, which is one for all of a study."""
-    return next((str(t.stored["fidelity"]) for t in trials if t.stored), "real")
+    found: Iterator[Fidelity] = (o.fidelity for t in trials if (o := t.outcome))
+    return next(found, "real")
 
 
 def metrics_of(comparison: Comparison) -> dict[str, Metric]:
@@ -217,7 +230,7 @@ def _trial_row(trial: Trial, findings: Findings) -> dict[str, Any]:
     }
 
 
-def _front(objectives: Sequence[Any], trials: Sequence[Trial], findings: Findings) -> Series:
+def _front(objectives: Sequence[Objective], trials: Sequence[Trial], findings: Findings) -> Series:
     complete = [t for t in trials if t.measured]
     front = findings.setup.goal.front([t.metrics for t in complete])
     columns = sorted(objectives, key=lambda o: o.sign)  # a latency goes on the x axis
@@ -232,10 +245,9 @@ def _front(objectives: Sequence[Any], trials: Sequence[Trial], findings: Finding
 
 
 def _slo_sweep(findings: Findings) -> list[Series]:
-    goal, trial = findings.setup.goal, findings.recommended_trial
-    if trial is None or not goal.slo.limited or goal.objectives[0].sign < 0:
+    goal, rows = findings.setup.goal, findings.slo_sweep
+    if not rows:
         return []
-    rows = boundary.sweep(goal, trial, findings.rivals)
     unit = goal.objectives[0].unit
     name = goal.objectives[0].name
     table = [
@@ -256,8 +268,7 @@ def boundary_of(findings: Findings) -> str | None:
     goal, space = setup.goal, setup.space
     if trial is None:
         return None
-    if goal.slo.limited and goal.objectives[0].sign > 0:
-        rows = boundary.sweep(goal, trial, findings.rivals)
+    if rows := findings.slo_sweep:
         return boundary.statement(goal, rows, space.default, space.free)
     near = boundary.near_values(goal, trial, findings.trials, space.free)
     kept = "; ".join(f"{k} {', '.join(map(str, v))}" for k, v in near.items() if len(v) > 1)
@@ -323,16 +334,12 @@ def recipe_of(findings: Findings, result: RunResult) -> Recipe:
 
 
 def _recipe_boundary(findings: Findings) -> Boundary | None:
-    goal, space, trial = (
-        findings.setup.goal,
-        findings.setup.space,
-        findings.recommended_trial,
-    )
+    goal, space = findings.setup.goal, findings.setup.space
+    trial = findings.recommended_trial
     sentence = boundary_of(findings)
     if trial is None or sentence is None:
         return None
-    factor = None
-    if goal.slo.limited and goal.objectives[0].sign > 0:
-        factor = boundary.region(boundary.sweep(goal, trial, findings.rivals))
+    rows = findings.slo_sweep
+    factor = boundary.region(rows) if rows else None
     near: Mapping[str, list[Any]] = boundary.near_values(goal, trial, findings.trials, space.free)
     return Boundary(statement=sentence, slo_factor=factor, near=dict(near))

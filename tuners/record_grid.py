@@ -26,7 +26,6 @@ def record_grid(
     request: Request,
     *,
     progress: Callable[[int, int, Outcome], None],
-    runner: WorkerRunner | None = None,
 ) -> None:
     """Measure every valid point to its end; continues a file that was cut short.
 
@@ -34,14 +33,13 @@ def record_grid(
         path: a .jsonl file.
         request: model and workload. The SLO plays no part: replayed searches choose one.
         progress: told points done, points in all and the last outcome.
-        runner: of the trials.
 
     Raises:
         ConfigError, CapacityError, DataError: what cannot be recorded.
         KllmError: the default settings cannot run.
     """
     setup = prepare(request)
-    runner = runner or WorkerRunner(memory_limit_bytes=memory_limit(setup.device))
+    runner = WorkerRunner(memory_limit_bytes=memory_limit(setup.device))
     try:
         header, _ = read_lines(path)
         if header is None:

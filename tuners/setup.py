@@ -1,7 +1,7 @@
 """From what a user asks for to what is searched: model, workload, space, prior.
 
 Cheap: no weights are loaded. The workload's length and the cost model's overhead come from one
-pilot run of the default settings, which the caller makes (`sized`, `calibrated`).
+pilot run of the default settings, which the caller makes (`sized`, `calibrated_overhead`).
 """
 
 import math

@@ -32,6 +32,7 @@ WORKER = (sys.executable, "-m", "kllm.tuners.worker")
 POLL_S = 0.1  # how often time and memory are checked
 STOP_GRACE_S = 10.0  # a worker that does not end its run within this is killed
 CLOSE_GRACE_S = 2.0
+MEMORY_SHARE = 0.9  # of the free host memory, for a worker
 
 
 class WorkerRunner:
@@ -309,11 +310,11 @@ class _Watch:
         )
 
 
-def memory_limit(device: str, share: float = 0.9) -> int | None:
+def memory_limit(device: str) -> int | None:
     """Host memory that a worker may use: a share of what is free now; None on a GPU.
 
     On a GPU the device's memory is the limit, and drivers reserve host address space at will.
     """
     if device != "cpu":
         return None
-    return int(psutil.virtual_memory().available * share) if Path("/proc").exists() else None
+    return int(psutil.virtual_memory().available * MEMORY_SHARE) if Path("/proc").exists() else None

@@ -3,11 +3,10 @@
 import math
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 import optuna
 
@@ -43,6 +42,7 @@ TIMEOUT_FACTOR = 10  # times what the pilot took, weights included
 TIMEOUT_FLOOR_S = 60.0
 OVERHEAD = "step_overhead_s"  # what a study's first run found out
 TRIAL_TIMEOUT = "trial_timeout_s"
+STOPPING = "Stopping after the running trial; press Ctrl-C again to stop at once."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -124,9 +124,6 @@ def tune(
             return session.finish(ended, started_at, lambda: time.monotonic() - begin)
         finally:
             runner.close()
-
-
-STOPPING = "Stopping after the running trial; press Ctrl-C again to stop at once."
 
 
 def check_writable(folder: Path) -> None:
@@ -245,7 +242,7 @@ class _Session:
         best = self.search.best()
         return best if best is not None and self.setup.goal.feasible(best.metrics) else None
 
-    def finish(self, ended: str, started_at: datetime, seconds: Any) -> Tuned:
+    def finish(self, ended: str, started_at: datetime, seconds: Callable[[], float]) -> Tuned:
         """Measure the winner again and write everything."""
         setup, trials = self.setup, self.search.trials()
         best, comparison, sentence = self.feasible_best(), None, ""
