@@ -91,3 +91,5 @@ class EngineConfig:
         if self.load not in ("auto", "weights", "random"):
             raise ConfigError(f"unknown load '{self.load}'; known: auto, weights, random")
         _at_least("max_model_len", self.max_model_len, 0)
+        if not 0 <= self.seed < 2**63:
+            raise ConfigError(f"seed must be at least 0 and below 2^63, got {self.seed}")

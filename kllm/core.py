@@ -5,6 +5,7 @@ flat), H query heads, K KV heads, D head dimension, P pages, E experts, V vocabu
 """
 
 import enum
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -35,11 +36,13 @@ class SamplingParams:
     def __post_init__(self) -> None:
         checks = (
             ("max_tokens", self.max_tokens >= 1, ">= 1"),
-            ("temperature", self.temperature >= 0, ">= 0"),
+            ("temperature", 0 <= self.temperature < math.inf, "finite and >= 0"),
             ("top_k", self.top_k >= 0, ">= 0"),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
-            ("repetition_penalty", self.repetition_penalty > 0, "> 0"),
+            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "finite and > 0"),
+            ("presence_penalty", math.isfinite(self.presence_penalty), "finite"),
+            ("frequency_penalty", math.isfinite(self.frequency_penalty), "finite"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 100, "in 0..100"),
             ("stop", all(self.stop), "non-empty texts"),
         )

@@ -2,6 +2,7 @@
 
 import fcntl
 import os
+import re
 from pathlib import Path
 
 import optuna
@@ -68,9 +69,18 @@ def open_storage(url: str) -> BaseStorage:
             return _open_journal(Path(url.removeprefix(JOURNAL)))
         return optuna.storages.get_storage(url)
     except ImportError as error:
-        raise DataError(f"storage {url} needs a driver that is not installed: {error}") from error
+        raise DataError(
+            f"storage {without_password(url)} needs a driver that is not installed: {error}"
+        ) from error
     except (OSError, ValueError, KeyError, RuntimeError, SQLAlchemyError, OptunaError) as error:
-        raise DataError(f"storage {url} cannot be opened: {_first_line(error)}") from error
+        raise DataError(
+            f"storage {without_password(url)} cannot be opened: {_first_line(error)}"
+        ) from error
+
+
+def without_password(text: str) -> str:
+    """`text` with the password of a URL in it masked: messages and results are passed around."""
+    return re.sub(r"(://[^:/@\s]*):[^\s]*@", r"\1:***@", text)
 
 
 def _open_journal(path: Path) -> JournalStorage:

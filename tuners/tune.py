@@ -33,7 +33,7 @@ from kllm.tuners.setup import (
 )
 from kllm.tuners.space import Settings
 from kllm.tuners.stopping import rules_for
-from kllm.tuners.storage import JOURNAL, open_storage
+from kllm.tuners.storage import JOURNAL, open_storage, without_password
 from kllm.tuners.study import Trial, newest_study, open_study, stored_identity
 from kllm.tuners.trial import WorkerRunner, memory_limit
 
@@ -267,7 +267,7 @@ class _Session:
             ended=ended,
             started_at=started_at,
             duration_s=seconds(),
-            command=tuple(sys.argv),
+            command=tuple(without_password(word) for word in sys.argv),
         )
         result, files = output.write(findings, self.options.output)
         return Tuned(
