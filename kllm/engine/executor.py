@@ -9,12 +9,13 @@ from typing import Protocol
 import torch
 
 from kllm.cache.pool import KVPool
-from kllm.config import EngineConfig
+from kllm.config import EngineConfig, ParallelConfig
 from kllm.core import Outcome, Plan
 from kllm.engine.graphs import DecodeGraphs
 from kllm.engine.memory import SCRATCH, KVBudget, plan_kv
 from kllm.engine.profile import activation_bytes
 from kllm.engine.runner import ModelRunner
+from kllm.errors import ConfigError
 from kllm.models.base import CausalLM, Groups
 from kllm.models.load import ResolvedModel, load_model
 from kllm.sampling.sampler import Sampler
@@ -44,12 +45,18 @@ class InProcessExecutor:
         model: the network if it is already loaded; it outlives the executor.
 
     Raises:
+        ConfigError: for a layout of several ranks.
         CapacityError: when the weights or the KV pool do not fit the device.
     """
 
     def __init__(
         self, config: EngineConfig, resolved: ResolvedModel, model: CausalLM | None = None
     ) -> None:
+        if config.parallel != ParallelConfig():
+            raise ConfigError(
+                f"{config.parallel} is a layout of several ranks and this engine runs one; leave "
+                "every degree at 1"
+            )
         device = torch.device(resolved.device)
         dtype: torch.dtype = getattr(torch, resolved.dtype)
         if model is None:

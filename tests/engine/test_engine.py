@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from kllm.config import CacheConfig, EngineConfig, SchedulerConfig
+from kllm.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from kllm.core import FinishReason, Request, SamplingParams
 from kllm.engine.engine import Engine
 from kllm.errors import CapacityError, ConfigError
@@ -233,6 +233,7 @@ def test_request_id_in_use_is_refused(engine: Engine) -> None:
         ({"max_model_len": 10**9}, ConfigError, "beyond the model's"),
         ({"model": "deepseek-v4", "cache": {"page_size": 24}}, ConfigError, "multiple of 16"),
         ({"budget": 2}, ConfigError, "token_budget 2 is smaller"),
+        ({"parallel": ParallelConfig(tp=2)}, ConfigError, "this engine runs one"),
     ],
 )
 def test_impossible_engine_is_refused(
