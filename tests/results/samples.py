@@ -87,7 +87,9 @@ def tune(**changes: Any) -> RunResult:
     fields = {
         "kind": "tune",
         "name": "tune",
-        "metrics": {"goodput_requests_per_s": Metric.of([4.0, 4.1], unit="req/s", direction="higher")},
+        "metrics": {
+            "goodput_requests_per_s": Metric.of([4.0, 4.1], unit="req/s", direction="higher")
+        },
         "series": (
             Series.of("trials", trials, units),
             Series.of("importance", importance),
