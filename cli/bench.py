@@ -283,7 +283,11 @@ def _run(bench: "Bench", shared: _Options) -> None:
             config=shared.config(), repeats=shared.repeats, seed=shared.seed, progress=hook
         )
         command = ("kllm", *sys.argv[1:])
-        result, path = run_bench(bench, context, shared.output, command)
+        try:
+            result, path = run_bench(bench, context, shared.output, command)
+        except KeyboardInterrupt:  # the command-line library would end without a word
+            err.print("interrupted before anything was measured", highlight=False)
+            raise typer.Exit(INTERRUPTED) from None
     if shared.as_json:
         typer.echo(encode(result).decode(), nl=False)
     else:

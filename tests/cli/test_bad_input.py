@@ -446,3 +446,15 @@ def test_an_slo_that_nothing_meets_and_a_study_of_another_load(kllm: Callable) -
     code, out, err = kllm((*TUNE, "--slo", "ttft=1us", "--study", "s"))
     assert (code, out) == (USAGE, "")
     assert err.startswith("error: study 's' exists already")
+
+
+def test_an_interrupt_before_the_first_measurement_is_said(
+    kllm: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kllm.bench.run.run_bench", interrupted)
+    code, out, err = kllm(BENCH)
+    assert (code, out) == (130, "")
+    assert err == "interrupted before anything was measured\n"
