@@ -17,6 +17,7 @@ from kllm.engine.profile import activation_bytes
 from kllm.engine.runner import ModelRunner
 from kllm.errors import ConfigError
 from kllm.models.base import CausalLM, Groups
+from kllm.models.devices import fit_threads
 from kllm.models.load import ResolvedModel, load_model
 from kllm.sampling.sampler import Sampler
 
@@ -61,6 +62,8 @@ class InProcessExecutor:
         dtype: torch.dtype = getattr(torch, resolved.dtype)
         if model is None:
             model = load_model(resolved, device=device, dtype=dtype, groups=Groups.single())
+        if device.type == "cpu":
+            fit_threads(sum(p.numel() * p.element_size() for p in model.parameters()))
         self.budget = budget = plan_kv(
             config,
             model.cache_spec,

@@ -5,6 +5,9 @@ import torch
 
 from kllm.errors import CapacityError, ConfigError
 
+SMALL_NETWORK_BYTES = 32 << 20
+THREADS = torch.get_num_threads()  # before anything here changed it
+
 
 def choose_device(name: str) -> torch.device:
     """The device that `EngineConfig.device` asks for.
@@ -42,3 +45,12 @@ def free_bytes(device: torch.device) -> int:
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(free + held)
     return int(psutil.virtual_memory().available)
+
+
+def fit_threads(weight_bytes: int) -> None:
+    """Give a network on a CPU one thread if it is small, all of them otherwise.
+
+    The steps of a small network are too short to divide: a second thread gains nothing, and costs
+    a factor of ten as soon as something else runs, because threads that wait for each other spin.
+    """
+    torch.set_num_threads(1 if weight_bytes < SMALL_NETWORK_BYTES else THREADS)

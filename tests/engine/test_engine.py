@@ -12,6 +12,7 @@ from kllm.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConf
 from kllm.core import FinishReason, Request, SamplingParams
 from kllm.engine.engine import Engine
 from kllm.errors import CapacityError, ConfigError
+from kllm.models import devices
 from kllm.models.base import CausalLM, Groups
 from kllm.models.load import load_model, resolve
 
@@ -262,3 +263,10 @@ def test_each_request_is_reported_finished_exactly_once(engine: Engine) -> None:
         ended += engine.step().finished
     assert every_request_once(ended)
     assert set(map(id, ended)) == set(map(id, added))
+
+
+def test_small_networks_get_one_thread_and_large_ones_all() -> None:
+    make().close()
+    assert torch.get_num_threads() == 1
+    devices.fit_threads(devices.SMALL_NETWORK_BYTES)
+    assert torch.get_num_threads() == devices.THREADS
