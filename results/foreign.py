@@ -20,12 +20,12 @@ Document = Mapping[str, Any]
 _LATENCIES = ("ttft", "tpot", "itl", "e2el", "e2e_latency")
 _STATISTICS = ("mean", "median", "std", "p50", "p90", "p95", "p99")
 _RATES = {  # key: (kLLM's name, unit)
-    "request_throughput": ("requests_per_s", "req/s"),
-    "request_goodput": ("goodput_requests_per_s", "req/s"),
-    "output_throughput": ("output_tokens_per_s", "tok/s"),
-    "input_throughput": ("input_tokens_per_s", "tok/s"),
-    "total_token_throughput": ("total_tokens_per_s", "tok/s"),
-    "total_throughput": ("total_tokens_per_s", "tok/s"),
+    "request_throughput": ("requests_per_s", "requests/s"),
+    "request_goodput": ("goodput_requests_per_s", "requests/s"),
+    "output_throughput": ("output_tokens_per_s", "tokens/s"),
+    "input_throughput": ("input_tokens_per_s", "tokens/s"),
+    "total_token_throughput": ("total_tokens_per_s", "tokens/s"),
+    "total_throughput": ("total_tokens_per_s", "tokens/s"),
     "accept_length": ("accept_length", "tokens"),
     "slo_attainment": ("slo_attainment", "share"),
 }

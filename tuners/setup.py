@@ -18,9 +18,9 @@ from kllm.bench.base import is_small
 from kllm.bench.costmodel import CostModel, Prediction
 from kllm.bench.workloads import Lengths, Workload, preset
 from kllm.config import CacheConfig, EngineConfig
-from kllm.engine.memory import CPU_KV_BYTES, page_size
+from kllm.engine.memory import page_size
 from kllm.errors import ConfigError
-from kllm.models.devices import free_bytes
+from kllm.models.devices import kv_share
 from kllm.models.load import ResolvedModel, rank_bytes, resolve
 from kllm.tuners.objective import Goal
 from kllm.tuners.outcome import Outcome
@@ -149,13 +149,11 @@ def site_of(resolved: ResolvedModel, base: EngineConfig, workload: Workload) -> 
     spec = resolved.family.cache_spec(resolved.config)
     kv_dtypes = kv_dtypes_here(resolved.dtype)
     formats = [resolved.dtype if name == "auto" else name for name in kv_dtypes]
-    free = free_bytes(device) - rank_bytes(
+    weights = rank_bytes(
         resolved.family.manifest(resolved.config), resolved.parallel, resolved.dtype
     )
-    share = int(free * base.cache.memory_fraction)
-    memory = base.cache.memory_bytes or (
-        share if device.type == "cuda" else min(share, CPU_KV_BYTES)
-    )
+    share = kv_share(device, base.cache.memory_fraction, weights)
+    memory = base.cache.memory_bytes or int(share)
     full_kv = any(state.name == FULL_KV for state in spec.paged)
     return Site(
         device="cuda" if device.type == "cuda" else "cpu",
@@ -167,7 +165,7 @@ def site_of(resolved: ResolvedModel, base: EngineConfig, workload: Workload) -> 
         concurrency=workload.concurrency or workload.num_requests,
         prompt_tokens=max(row.isl for row in workload.shapes()),
         request_tokens=workload.max_tokens,
-        kv_memory_bytes=max(memory, 0),
+        kv_memory_bytes=memory,
         request_state_bytes={name: spec.bytes_per_request(name) for name in formats},
     )
 

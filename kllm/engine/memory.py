@@ -7,12 +7,9 @@ import torch
 from kllm.cache.spec import CacheSpec
 from kllm.config import EngineConfig
 from kllm.errors import CapacityError, ConfigError
-from kllm.models.devices import free_bytes
+from kllm.models.devices import kv_share
 
 SMALLEST_PAGE = 16  # tokens; smaller pages only lengthen block tables
-# A CPU engine shares its memory with everything else on the machine, and touches all of it at
-# the start: it gets this much unless the config says more.
-CPU_KV_BYTES = 1 << 30
 SCRATCH = 1  # page and row that no request owns: padding of captured steps goes there
 
 
@@ -75,7 +72,7 @@ def plan_kv(
         )
     page = page_size(config, spec)
     cache, max_batch = config.cache, config.scheduler.max_batch
-    memory = cache.memory_bytes or _free_share(config, device, activation_bytes)
+    memory = cache.memory_bytes or kv_share(device, cache.memory_fraction, activation_bytes)
     per_row = spec.bytes_per_request(kv_dtype, cache.rewind_tokens)
     per_page = spec.bytes_per_token(kv_dtype) * page
     state = per_row * (max_batch + SCRATCH)
@@ -104,9 +101,3 @@ def plan_kv(
 
 def _mib(nbytes: float) -> str:
     return f"{nbytes / 2**20:,.1f} MiB"
-
-
-def _free_share(config: EngineConfig, device: torch.device, activation_bytes: int) -> float:
-    free = free_bytes(device) - activation_bytes
-    share = max(0.0, config.cache.memory_fraction * free)
-    return share if device.type == "cuda" else min(share, CPU_KV_BYTES)

@@ -8,7 +8,7 @@ import torch
 from kllm.config import CacheConfig, ParallelConfig
 from kllm.models import presets
 from kllm.models.base import Family
-from kllm.models.devices import choose_device, choose_dtype, free_bytes
+from kllm.models.devices import choose_device, choose_dtype, free_bytes, kv_share
 from kllm.models.load import (
     WEIGHT_SHARE,
     largest_scale,
@@ -89,7 +89,7 @@ def _fit(family: Family, config: Any) -> Fit:
     scale = largest_scale(family, config, alone, dtype, WEIGHT_SHARE * free)
     scaled = scale_config(family, config, scale)
     weights = rank_bytes(family.manifest(scaled), alone, dtype)
-    left = (free - weights) * CacheConfig().memory_fraction
+    left = kv_share(device, CacheConfig().memory_fraction, weights)
     per_token = family.cache_spec(scaled).bytes_per_token(dtype)
     return Fit(
         device=_device_name(device),

@@ -5,6 +5,9 @@ import torch
 
 from kllm.errors import CapacityError, ConfigError
 
+# A CPU engine shares its memory with everything else on the machine, and touches all of it at
+# the start: it gets this much unless the config says more.
+CPU_KV_BYTES = 1 << 30
 SMALL_NETWORK_BYTES = 32 << 20
 THREADS = torch.get_num_threads()  # before anything here changed it
 
@@ -45,6 +48,12 @@ def free_bytes(device: torch.device) -> int:
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(free + held)
     return int(psutil.virtual_memory().available)
+
+
+def kv_share(device: torch.device, fraction: float, reserved: int) -> float:
+    """Bytes for KV: `fraction` of what is free once `reserved` bytes are taken, on a CPU capped."""
+    share = max(0.0, fraction * (free_bytes(device) - reserved))
+    return share if device.type == "cuda" else min(share, CPU_KV_BYTES)
 
 
 def fit_threads(weight_bytes: int) -> None:
