@@ -6,8 +6,9 @@ import torch
 from kllm.cache.pool import KVPool
 from kllm.cache.spec import CacheSpec, PagedState, RingState
 from kllm.config import CacheConfig, EngineConfig, SchedulerConfig
-from kllm.engine.memory import CPU_KV_BYTES, SCRATCH, KVBudget, page_size, plan_kv
+from kllm.engine.memory import SCRATCH, KVBudget, page_size, plan_kv
 from kllm.errors import CapacityError, ConfigError
+from kllm.models.devices import CPU_KV_BYTES
 from kllm.quant.entry import EntryFormat
 
 CPU = torch.device("cpu")
