@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kllm.cli.console import err, out
+from kllm.cli.options import DEFAULT_OUTPUT, AsJson, Device, Dtype, Load, Model, Scale
 
 if TYPE_CHECKING:
     from kllm.bench.base import Bench, ProgressHook
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     from kllm.results.schema import RunResult, Series
 
 INTERRUPTED = 130
-DEFAULT_OUTPUT = Path("kllm-results")
 DETAILS = ("requests", "pairs")  # series that are stored and not printed
 # Ends of intervals, and what a table of a load is too narrow for; all are in the result file.
 NOT_SHOWN = (
@@ -26,16 +26,10 @@ NOT_SHOWN = (
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure the engine on this machine.")
 
-Model = Annotated[str, typer.Option(help="Preset name, model folder or GGUF file.")]
-Scale = Annotated[str, typer.Option(help="Model scale: auto, full, layers:N or tiny.")]
-Device = Annotated[str, typer.Option(help="Device: auto, cpu, cuda or cuda:N.")]
-Dtype = Annotated[str, typer.Option(help="Dtype of weights: auto, float32, bfloat16, float16.")]
-Load = Annotated[str, typer.Option(help="Weights: auto (real ones if any), weights or random.")]
 KvDtype = Annotated[str, typer.Option(help="Dtype of the KV cache: auto, a dtype, or fp8.")]
 Repeats = Annotated[int, typer.Option(min=1, help="Measurements of each point.")]
 Seed = Annotated[int, typer.Option(help="Seed of weights, lengths and prompts.")]
 Output = Annotated[Path, typer.Option(help="Result file (.json), or the folder for it.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,6 +6,7 @@ from typing import Annotated
 import typer
 
 from kllm.cli.console import err, out
+from kllm.cli.options import AsJson
 from kllm.errors import ConfigError
 
 
@@ -23,7 +24,7 @@ def compare(
     html: Annotated[
         Path | None, typer.Option("--html", help="Write one self-contained HTML page here.")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Say for every metric whether the candidate is better, worse, the same, or not known.
 

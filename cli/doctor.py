@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kllm.cli.console import err, out
+from kllm.cli.options import AsJson
 
 if TYPE_CHECKING:
     from kllm.hardware import Ceilings, Machine
@@ -14,7 +15,7 @@ def doctor(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Measure the ceilings again, ignoring cached ones.")
     ] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show hardware, libraries and measured ceilings, and what they mean for kLLM."""
     import json

@@ -5,6 +5,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kllm.cli.options import AsJson, Device, Dtype, Load, Model
+
 if TYPE_CHECKING:
     from kllm.core import Request
     from kllm.models.load import ResolvedModel
@@ -13,9 +15,7 @@ if TYPE_CHECKING:
 
 def generate(
     prompt: Annotated[str, typer.Argument(help="What to say to the model.")],
-    model: Annotated[
-        str, typer.Option(help="Preset name, model folder or GGUF file.")
-    ] = "smollm2-135m",
+    model: Model = "smollm2-135m",
     system: Annotated[str, typer.Option(help="System message; default: none.")] = "",
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue the text as it is, without a chat template.")
@@ -40,14 +40,10 @@ def generate(
     stop: Annotated[
         list[str] | None, typer.Option(help="End before this text; may be given repeatedly.")
     ] = None,
-    load: Annotated[
-        str, typer.Option(help="Weights: auto, weights (insist on real ones) or random.")
-    ] = "auto",
-    device: Annotated[str, typer.Option(help="Device: auto, cpu, cuda or cuda:N.")] = "auto",
-    dtype: Annotated[
-        str, typer.Option(help="Dtype of weights: auto, float32, bfloat16, float16.")
-    ] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    load: Load = "auto",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    as_json: AsJson = False,
 ) -> None:
     """Answer a prompt with a real model, streaming."""
     from dataclasses import replace

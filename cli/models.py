@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kllm.cli.console import out
+from kllm.cli.options import AsJson
 
 if TYPE_CHECKING:
     from kllm.models.catalog import ModelFacts
@@ -15,7 +16,7 @@ def models(
         str | None,
         typer.Argument(help="Preset, model folder or GGUF file; default: all presets."),
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Show model sizes, KV cost, and the largest scale that fits this machine."""
     import json

@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from kllm.cli.console import err, out
+from kllm.cli.options import AsJson
 
 recipes_app = typer.Typer(no_args_is_help=True, help="List, show and check recipes.")
 
@@ -13,7 +14,7 @@ RecipeName = Annotated[str, typer.Argument(help="A recipe's name, or a TOML file
 
 @recipes_app.command("list")
 def list_recipes(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """List the recipes that come with kLLM."""
     import json
@@ -42,7 +43,7 @@ def list_recipes(
 @recipes_app.command("show")
 def show(
     name: RecipeName,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Print a recipe."""
     import msgspec
@@ -57,7 +58,7 @@ def show(
 @recipes_app.command("check")
 def check(
     name: RecipeName,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Check a recipe: readable, settings the engine takes, measured on a machine like this."""
     import json

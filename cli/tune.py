@@ -6,17 +6,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kllm.cli.console import err, out
+from kllm.cli.options import DEFAULT_OUTPUT, AsJson, Device, Dtype, Model, Scale
 
 if TYPE_CHECKING:
     from kllm.tuners.tune import Tuned
 
 INTERRUPTED = 130
-DEFAULT_OUTPUT = Path("kllm-results")
 
 
 def tune(
-    model: Annotated[str, typer.Option(help="Preset name, model folder or GGUF file.")],
-    scale: Annotated[str, typer.Option(help="Model scale: auto, full, layers:N or tiny.")] = "auto",
+    model: Model,
+    scale: Scale = "auto",
     workload: Annotated[
         str | None,
         typer.Option(help="Load: chat (default), long-context, agent or batch."),
@@ -56,11 +56,9 @@ def tune(
     ] = None,
     output: Annotated[Path, typer.Option(help="Folder for results.")] = DEFAULT_OUTPUT,
     seed: Annotated[int, typer.Option(help="Seed of weights, load and search.")] = 0,
-    device: Annotated[str, typer.Option(help="Device: auto, cpu, cuda or cuda:N.")] = "auto",
-    dtype: Annotated[
-        str, typer.Option(help="Dtype of weights: auto, float32, bfloat16, float16.")
-    ] = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    as_json: AsJson = False,
 ) -> None:
     """Find the best engine settings for a model, a load and this machine."""
     from kllm.cli.tune_view import view

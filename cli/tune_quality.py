@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kllm.cli.console import err, out
+from kllm.cli.options import AsJson
 
 if TYPE_CHECKING:
     from kllm.tuners.quality import Quality
@@ -33,7 +34,7 @@ def tune_quality(
     time_share: Annotated[
         float, typer.Option(min=0.01, max=1, help="Share of the grid's run time of a search.")
     ] = 0.2,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON document.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Replay searches on a recorded grid, against the grid's best and random search."""
     import json
