@@ -140,7 +140,8 @@ def _print_result(tuned: "Tuned") -> None:
     assert tuned.files is not None
     result = tuned.result
     if tuned.comparison is not None:
-        table = Table("", "recommended", "95 % interval", "default")
+        rivalled = any(name.startswith("default.") for name in result.metrics)
+        table = Table("", "recommended", "95 % interval", *(["default"] if rivalled else []))
         for name, metric in result.metrics.items():
             if "." in name or metric.median is None:
                 continue
@@ -148,7 +149,8 @@ def _print_result(tuned: "Tuned") -> None:
             unit = f" ({metric.unit})" if metric.unit else ""
             ends = f"{metric.ci95[0]:.4g} to {metric.ci95[1]:.4g}" if metric.ci95 else ""
             other = f"{default.median:.4g}" if default and default.median is not None else ""
-            table.add_row(f"{name}{unit}", f"{metric.median:.4g}", ends, other)
+            cells = [f"{name}{unit}", f"{metric.median:.4g}", ends, *([other] if rivalled else [])]
+            table.add_row(*cells)
         out.print(table)
         _line(f"{result.model} ({result.scale}), fidelity {result.fidelity}: {result.verdict}")
         if result.boundary:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import optuna
 
+from kllm.errors import KllmError
 from kllm.tuners.grid import Grid
 from kllm.tuners.objective import Goal
 from kllm.tuners.outcome import Outcome, measure
@@ -85,7 +86,8 @@ def evaluate(
     """
     values = [value_of(goal, measure(outcome, goal.slo)) for outcome in grid.outcomes]
     best = max(values)
-    assert best > 0, "nothing on the grid meets the SLO"
+    if best <= 0:
+        raise KllmError(f"nothing on the grid meets {goal.slo}; choose wider limits")
     points = len(grid.outcomes)
     return Quality(
         grid_s=grid.run_s,

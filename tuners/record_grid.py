@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from kllm import hardware
-from kllm.errors import KllmError
+from kllm.errors import ConfigError, KllmError
 from kllm.tuners.grid import Header, read_lines, record
 from kllm.tuners.outcome import Outcome
 from kllm.tuners.setup import (
@@ -38,6 +38,11 @@ def record_grid(
         ConfigError, CapacityError, DataError: what cannot be recorded.
         KllmError: the default settings cannot run.
     """
+    if path.suffix == ".gz":
+        raise ConfigError(
+            f"a grid is recorded line by line and {path} asks for a compressed file; record a "
+            ".jsonl file and compress it afterwards"
+        )
     setup = prepare(request)
     runner = WorkerRunner(memory_limit_bytes=memory_limit(setup.device))
     try:

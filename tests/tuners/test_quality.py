@@ -6,13 +6,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kllm.errors import DataError
+from kllm.config import EngineConfig
+from kllm.errors import ConfigError, DataError
 from kllm.tuners import grid as grids
 from kllm.tuners.grid import Grid, Header
 from kllm.tuners.objective import Goal
 from kllm.tuners.outcome import measure
 from kllm.tuners.quality import evaluate
+from kllm.tuners.record_grid import record_grid
 from kllm.tuners.replay import Replay
+from kllm.tuners.setup import Request
 from tests.tuners import fake
 
 
@@ -109,3 +112,9 @@ def test_damaged_grid_names_the_line(tmp_path: Path) -> None:
     path.write_text("{}\n")
     with pytest.raises(DataError, match="line 1"):
         grids.load(path)
+
+
+def test_a_compressed_recording_is_refused(tmp_path: Path) -> None:
+    request = Request(config=EngineConfig(model="deepseek-v4", scale="tiny"))
+    with pytest.raises(ConfigError, match="compress it afterwards"):
+        record_grid(tmp_path / "grid.jsonl.gz", request, progress=lambda *_: None)
