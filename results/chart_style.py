@@ -154,7 +154,9 @@ def spaced_ticks(axes: Axes, values: Sequence[float]) -> None:
             last = position
     axes.xaxis.set_major_locator(FixedLocator(shown))
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: short(v)))
+    whole = all(float(value).is_integer() for value in shown)
+    label = short if whole else "{:.2g}".format
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda v, _: label(v)))
 
 
 def band(axes: Axes, table: pd.DataFrame, x: pd.Series, column: str, colour: str) -> None:
