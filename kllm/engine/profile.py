@@ -11,6 +11,7 @@ from kllm.engine.memory import page_size
 from kllm.errors import CapacityError
 from kllm.models.base import CausalLM
 from kllm.models.devices import free_bytes
+from kllm.sampling.sampler import work_bytes
 
 # A full chunk of a fresh prompt is measured, and a short one at the end of the longest context:
 # what grows with the chunk and what grows with the context. Captured graphs need some more.
@@ -44,8 +45,8 @@ def activation_bytes(
     finally:
         torch.cuda.empty_cache()
     vocab_size: int = model.config.vocab_size
-    logits = 3 * 4 * config.scheduler.max_batch * vocab_size  # float32, while sampling
-    return int(MARGIN * (fresh + late)) + logits
+    sampling = work_bytes(config.scheduler.max_batch, model.config.vocab_size)
+    return int(MARGIN * (fresh + late)) + sampling
 
 
 @torch.inference_mode()

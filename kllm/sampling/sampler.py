@@ -21,6 +21,16 @@ from kllm.sampling.penalties import Penalties, penalised
 AT_ONCE = 1 << 22
 
 
+def work_bytes(rows: int, vocab_size: int) -> int:
+    """Device memory that sampling `rows` requests may need, float32 logits included.
+
+    24 bytes a logit for the logits, their copy and the penalties' counts; 60 more for those that
+    are sorted and summed in float64 at once.
+    """
+    logits = rows * vocab_size
+    return 24 * logits + 60 * min(logits, max(AT_ONCE, vocab_size))
+
+
 class Sampler:
     """Draws one token for each row of logits.
 

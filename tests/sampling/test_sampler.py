@@ -8,7 +8,7 @@ import torch
 
 from kllm.core import Request, SamplingParams
 from kllm.sampling import sampler as module
-from kllm.sampling.sampler import Sampler
+from kllm.sampling.sampler import Sampler, work_bytes
 from tests.sampling.exact import penalise, probabilities
 
 CPU = torch.device("cpu")
@@ -186,3 +186,9 @@ def test_logprobs_are_of_the_models_own_distribution() -> None:
     assert [token for token, _ in first.top] == best.indices.tolist()
     assert [value for _, value in first.top] == pytest.approx(best.values.tolist(), abs=1e-5)
     assert third.top == ()
+
+
+def test_memory_for_sampling_grows_with_logits_and_bounds_the_float64_part() -> None:
+    assert work_bytes(1, 1000) == 84 * 1000
+    many, twice = work_bytes(10_000, 1000), work_bytes(20_000, 1000)
+    assert twice - many == 24 * 10_000 * 1000
