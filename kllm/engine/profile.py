@@ -45,7 +45,7 @@ def activation_bytes(
     finally:
         torch.cuda.empty_cache()
     vocab_size: int = model.config.vocab_size
-    sampling = work_bytes(config.scheduler.max_batch, model.config.vocab_size)
+    sampling = work_bytes(config.scheduler.max_batch, vocab_size)
     return int(MARGIN * (fresh + late)) + sampling
 
 
