@@ -136,7 +136,9 @@ def verdict(goal: Goal, comparison: Comparison, words: str) -> str:
     if comparison.conclusion == "default only":
         return f"No better than default: the default settings have the best {first.name} measured."
     if comparison.conclusion == "unconfirmed":
-        return f"No better than default: {words} did not hold up ({comparison.failure})."
+        fine = not comparison.default or _meets(goal, comparison.default)
+        also = "" if fine else f"; the default settings miss {goal.slo} as well"
+        return f"No better than default: {words} did not hold up ({comparison.failure}){also}."
     if comparison.conclusion == "default fails":
         return f"Better than default: {words} meets {goal.slo}, which the default does not."
     judged = comparison.judgement

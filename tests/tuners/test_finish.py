@@ -5,7 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from kllm.tuners import boundary
-from kllm.tuners.finish import PAIRS, compare, conclude, verdict
+from kllm.tuners.finish import PAIRS, Comparison, compare, conclude, verdict
 from kllm.tuners.importance import importance
 from kllm.tuners.objective import Goal
 from kllm.tuners.outcome import Outcome, measure, to_plain
@@ -138,3 +138,12 @@ def test_importance_finds_what_moves_the_score() -> None:
 def test_too_few_trials_have_no_importance() -> None:
     space = fake.space()
     assert importance(space, GOAL, [(0, measure(fake.run(space.default), GOAL.slo))]) == {}
+
+
+def test_verdict_says_when_the_default_misses_the_slo_as_well() -> None:
+    goal = Goal.of(["goodput"], "ttft=1s")
+    missed = {"attainment": 0.5}
+    seen = Comparison(conclusion="unconfirmed", default=(missed,), failure="it misses")
+    assert "the default settings miss" in verdict(goal, seen, "max_batch=4")
+    met = Comparison(conclusion="unconfirmed", default=({"attainment": 1.0},), failure="it misses")
+    assert "the default settings miss" not in verdict(goal, met, "max_batch=4")
