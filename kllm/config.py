@@ -6,6 +6,8 @@ from typing import Literal
 from kllm.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16", "float16")
+CP_KINDS = ("auto", "ring", "all_gather")
+EP_BACKENDS = ("auto", "all_to_all", "all_gather", "deep_ep")
 KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8")
 
 
@@ -48,17 +50,35 @@ class SchedulerConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParallelConfig:
-    """Degrees of the parallel layout; 1 everywhere is a single rank."""
+    """The parallel layout: degrees, and how what they need is exchanged.
+
+    Degrees of 1 everywhere are a single rank. Experts live on the ranks of a pipeline stage:
+    with ep = 1 each expert is split over the tp ranks, otherwise whole experts are spread over
+    ep ranks.
+    """
 
     tp: int = 1  # tensor parallel: heads, columns, vocabulary
     dp: int = 1  # request-DP attention
     ep: int = 1  # expert parallel
-    cp: int = 1  # context parallel, prefill
+    cp: int = 1  # context parallel prefill; each request decodes on one of the ranks
     pp: int = 1  # pipeline stages
+    cp_kind: str = "auto"  # how prefill sees foreign KV; auto: ring where it hides its transfers
+    ep_backend: str = "auto"  # dispatch and combine; auto: by what a step's shape allows
 
     def __post_init__(self) -> None:
         for name in ("tp", "dp", "ep", "cp", "pp"):
             _at_least(name, getattr(self, name), 1)
+        for name, known in (("cp_kind", CP_KINDS), ("ep_backend", EP_BACKENDS)):
+            if getattr(self, name) not in known:
+                raise ConfigError(
+                    f"unknown {name} '{getattr(self, name)}'; known: {', '.join(known)}"
+                )
+        stage = self.tp * self.dp * self.cp
+        if self.ep > 1 and (self.ep % self.tp or stage % self.ep):
+            raise ConfigError(
+                f"ep {self.ep} does not suit tp {self.tp}, dp {self.dp} and cp {self.cp}: whole "
+                f"experts need an ep that is a multiple of tp and divides tp * dp * cp = {stage}"
+            )
 
     @property
     def world(self) -> int:

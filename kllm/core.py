@@ -123,6 +123,10 @@ class Plan:
     block_tables: NDArray[np.int32]  # [B, max pages]; unused entries are 0
     samples: NDArray[np.bool_]  # [B] whether the last query token's logits are sampled
     requests: tuple[Request, ...] = ()  # [B] for sampling parameters; not needed by the model
+    # With context parallelism only: `num_decodes` then counts decoding requests, not chunks of one
+    # token, and `block_tables` are those of the owners.
+    owners: NDArray[np.int32] | None = None  # [B] the CP rank that keeps a request's KV
+    shard_tables: NDArray[np.int32] | None = None  # [cp, B, max pages] tables on each CP rank
 
     @property
     def num_tokens(self) -> int:

@@ -10,6 +10,18 @@ from torch import Tensor
 
 from kllm.cache.pool import KVPool
 from kllm.core import Plan
+from kllm.parallel.communicator import Communicator
+from kllm.parallel.sequence import SequenceStep
+
+
+@dataclass(frozen=True, slots=True)
+class SequenceContext:
+    """A context-parallel step: the chunks that this rank runs together with its group."""
+
+    comm: Communicator
+    step: SequenceStep
+    rows: Tensor  # [pieces] int64 state rows
+    block_tables: Tensor  # [pieces, max pages] int32, this rank's
 
 
 @dataclass(slots=True)
@@ -31,12 +43,31 @@ class ForwardContext:
     context_lens: Tensor  # [B] int32, including this step's tokens
     block_tables: Tensor  # [B, max pages] int32
     rows: Tensor  # [B] int64, state slot of each request
+    places: Tensor  # [T] int64, where tokens lie in their request's pages: their positions,
+    # except on ranks that hold only some stripes of a prompt (`SequenceStep`)
+    sequence: SequenceContext | None = None  # with context parallelism, in steps with prompts
+    peer_tokens: tuple[int, ...] = ()  # [ep] tokens that each rank of the expert group runs
     static: bool = False  # the tensors are a captured graph's inputs and stay where they are
     shared: dict[str, Any] = field(default_factory=dict)  # values that layers share in a step
 
     @classmethod
-    def from_plan(cls, plan: Plan, pool: KVPool, device: torch.device) -> "ForwardContext":
-        """The plan's arrays as tensors; on a GPU the copies are asynchronous."""
+    def from_plan(
+        cls,
+        plan: Plan,
+        pool: KVPool,
+        device: torch.device,
+        *,
+        places: NDArray[np.int64] | None = None,
+        sequence: tuple[Communicator, SequenceStep] | None = None,
+        peer_tokens: tuple[int, ...] = (),
+    ) -> "ForwardContext":
+        """The plan's arrays as tensors; on a GPU the copies are asynchronous.
+
+        Args:
+            places: [T] where tokens lie in their request's pages; None: at their positions.
+            sequence: the context-parallel group and its step, when it runs prompts.
+            peer_tokens: [ep] tokens that each rank of the expert group runs.
+        """
 
         def put(array: NDArray[Any]) -> Tensor:
             tensor = torch.from_numpy(np.ascontiguousarray(array))
@@ -48,18 +79,28 @@ class ForwardContext:
         cu_seqlens = np.zeros(batch + 1, np.int32)
         np.cumsum(plan.query_lens, out=cu_seqlens[1:])
         request_index = np.repeat(np.arange(batch, dtype=np.int64), plan.query_lens)
+        positions = put(plan.positions)
+        shared = None
+        if sequence is not None and sequence[1].pieces:
+            comm, step = sequence
+            shared = SequenceContext(
+                comm, step, put(step.rows.astype(np.int64)), put(step.block_tables)
+            )
         return cls(
             pool=pool,
             num_decodes=plan.num_decodes,
             query_lens_host=plan.query_lens,
             context_lens_host=plan.context_lens,
             token_ids=put(plan.token_ids),
-            positions=put(plan.positions),
+            positions=positions,
             request_index=put(request_index),
             cu_seqlens=put(cu_seqlens),
             context_lens=put(plan.context_lens),
             block_tables=put(plan.block_tables),
             rows=put(plan.rows.astype(np.int64)),
+            places=positions if places is None else put(places),
+            sequence=shared,
+            peer_tokens=peer_tokens,
         )
 
     @property
@@ -72,7 +113,7 @@ class ForwardContext:
         key = f"slots {tokens_per_entry}"
         if key not in self.shared:
             per_page = self.pool.page_size // tokens_per_entry
-            entry = self.positions // tokens_per_entry
+            entry = self.places // tokens_per_entry
             pages = self.block_tables[self.request_index, entry // per_page].long()
             self.shared[key] = pages * per_page + entry % per_page
         found: Tensor = self.shared[key]

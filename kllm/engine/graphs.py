@@ -45,6 +45,7 @@ class _Inputs:
             context_lens=torch.ones(batch, dtype=torch.int32, device=device),
             block_tables=tables,
             rows=self.longs[2],
+            places=self.longs[1],
             static=True,
         )
 

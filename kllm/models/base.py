@@ -86,15 +86,17 @@ class Groups:
     """The communicators a network needs, by what they split."""
 
     attn: Communicator  # heads
-    ffn: Communicator  # dense and shared FFN columns
+    ffn: Communicator  # dense and shared FFN columns; of every expert too where `ep` is one rank
     vocab: Communicator  # embedding and head rows
     ep: Communicator  # whole experts
+    cp: Communicator  # tokens of a prompt
+    pp: Communicator  # layers
 
     @classmethod
     def single(cls) -> "Groups":
         """One rank: nothing is split."""
         one = SingleComm()
-        return cls(one, one, one, one)
+        return cls(one, one, one, one, one, one)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,3 +38,9 @@ class Communicator(Protocol):
 
     def ring_shift(self, out: Tensor, x: Tensor) -> Handle:
         """Send `x` to the next rank and receive `out` from the previous one."""
+
+    def send(self, x: Tensor, to: int) -> Handle:
+        """Send `x` to rank `to`, which calls `receive` with the same shape and dtype."""
+
+    def receive(self, out: Tensor, source: int) -> Handle:
+        """Receive what rank `source` sends."""

@@ -7,7 +7,8 @@ memory and timing are those of the layout, values are not.
 * all_reduce gives back the rank's own partial sum;
 * all_gather repeats the rank's own part for every rank;
 * reduce_scatter gives the rank its part of its own input;
-* all_to_all and ring_shift receive local rows in place of foreign ones.
+* all_to_all and ring_shift receive local rows in place of foreign ones;
+* receive leaves what its buffer holds.
 
 Collectives of one communicator follow each other on its link, and run beside computation.
 """
@@ -109,6 +110,14 @@ class EmulatedComm:
         """`out` is this rank's own `x`."""
         sent = float(x.nbytes) if self.size > 1 else 0.0
         return self._transfer("ring_shift", sent, lambda: out.copy_(x), out, x)
+
+    def send(self, x: Tensor, to: int) -> Handle:
+        """The link is occupied; nothing arrives anywhere."""
+        return self._transfer("send", float(x.nbytes), lambda: None, x)
+
+    def receive(self, out: Tensor, source: int) -> Handle:
+        """`out` is written with what it holds, which the caller has filled."""
+        return self._transfer("receive", float(out.nbytes), lambda: out.mul_(1), out)
 
     def _transfer(
         self, name: str, sent: float, fill: Callable[[], object], *buffers: Tensor

@@ -38,6 +38,14 @@ class SingleComm:
         """Copy `x` to `out`: the next and the previous rank are this one."""
         return _copy(out, x)
 
+    def send(self, x: Tensor, to: int) -> Done:
+        """A single rank has nobody to send to."""
+        raise AssertionError("a group of one rank has no other rank to send to")
+
+    def receive(self, out: Tensor, source: int) -> Done:
+        """A single rank has nobody to receive from."""
+        raise AssertionError("a group of one rank has no other rank to receive from")
+
 
 def _copy(out: Tensor, x: Tensor) -> Done:
     if out.data_ptr() != x.data_ptr():

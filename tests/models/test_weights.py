@@ -26,7 +26,7 @@ SOLO = Rank(0, 1)
 
 
 def groups(ffn: Rank = SOLO, ep: Rank = SOLO) -> Groups:
-    return Groups(SOLO, ffn, SOLO, ep)  # type: ignore[arg-type]
+    return Groups(SOLO, ffn, SOLO, ep, SOLO, SOLO)  # type: ignore[arg-type]
 
 
 def load(folder: Path, layout: Groups, mtp: bool = False) -> dict[str, Tensor]:

@@ -164,7 +164,7 @@ def test_a_network_runs_as_one_rank_of_two(model_type: str) -> None:
     config = replace(family.tiny_config(), vocab_size=98)
     attn, ffn, vocab, ep = (emulated(2, rank=1) for _ in range(4))
     with default_device_and_dtype(CPU, torch.float32):
-        model = family.build(config, Groups(attn, ffn, vocab, ep))
+        model = family.build(config, Groups(attn, ffn, vocab, ep, SingleComm(), SingleComm()))
     fill_random(model, family, seed=0)
     model.freeze()
     harness = Harness(model.eval())

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from queue import Queue
 from threading import Barrier, BrokenBarrierError
 from typing import TypeVar
 
@@ -39,6 +40,9 @@ class _Group:
         self.size = size
         self.barrier = Barrier(size, timeout=TIMEOUT_S)
         self.sent: list[list[Tensor]] = [[] for _ in range(size)]
+        self.mail: dict[tuple[int, int], Queue[Tensor]] = {
+            (source, to): Queue() for source in range(size) for to in range(size)
+        }
 
 
 class ThreadComm:
@@ -72,6 +76,14 @@ class ThreadComm:
 
     def ring_shift(self, out: Tensor, x: Tensor) -> Done:
         out.copy_(self._exchange([x])[self.rank - 1][0])
+        return Done()
+
+    def send(self, x: Tensor, to: int) -> Done:
+        self._group.mail[self.rank, to].put(x.clone())
+        return Done()
+
+    def receive(self, out: Tensor, source: int) -> Done:
+        out.copy_(self._group.mail[source, self.rank].get(timeout=TIMEOUT_S))
         return Done()
 
     def _exchange(self, tensors: list[Tensor]) -> list[list[Tensor]]:
