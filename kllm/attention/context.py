@@ -47,6 +47,7 @@ class ForwardContext:
     # except on ranks that hold only some stripes of a prompt (`SequenceStep`)
     sequence: SequenceContext | None = None  # with context parallelism, in steps with prompts
     peer_tokens: tuple[int, ...] = ()  # [ep] tokens that each rank of the expert group runs
+    decode_only: bool = False  # no rank of any group runs a prompt in this step
     static: bool = False  # the tensors are a captured graph's inputs and stay where they are
     shared: dict[str, Any] = field(default_factory=dict)  # values that layers share in a step
 
@@ -60,6 +61,7 @@ class ForwardContext:
         places: NDArray[np.int64] | None = None,
         sequence: tuple[Communicator, SequenceStep] | None = None,
         peer_tokens: tuple[int, ...] = (),
+        decode_only: bool = False,
     ) -> "ForwardContext":
         """The plan's arrays as tensors; on a GPU the copies are asynchronous.
 
@@ -67,6 +69,7 @@ class ForwardContext:
             places: [T] where tokens lie in their request's pages; None: at their positions.
             sequence: the context-parallel group and its step, when it runs prompts.
             peer_tokens: [ep] tokens that each rank of the expert group runs.
+            decode_only: no rank of any group runs a prompt in this step.
         """
 
         def put(array: NDArray[Any]) -> Tensor:
@@ -101,6 +104,7 @@ class ForwardContext:
             places=positions if places is None else put(places),
             sequence=shared,
             peer_tokens=peer_tokens,
+            decode_only=decode_only,
         )
 
     @property
