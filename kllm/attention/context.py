@@ -14,6 +14,14 @@ from kllm.parallel.communicator import Communicator
 from kllm.parallel.sequence import SequenceStep
 
 
+def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
+    """The array as a tensor; to a GPU it is copied without waiting for the device."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    if device.type == "cpu":
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 @dataclass(frozen=True, slots=True)
 class SequenceContext:
     """A context-parallel step: the chunks that this rank runs together with its group."""
@@ -73,10 +81,7 @@ class ForwardContext:
         """
 
         def put(array: NDArray[Any]) -> Tensor:
-            tensor = torch.from_numpy(np.ascontiguousarray(array))
-            if device.type == "cpu":
-                return tensor
-            return tensor.pin_memory().to(device, non_blocking=True)
+            return to_device(array, device)
 
         batch = len(plan.query_lens)
         cu_seqlens = np.zeros(batch + 1, np.int32)
