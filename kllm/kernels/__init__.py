@@ -11,7 +11,36 @@ from typing import ParamSpec, TypeVar
 import torch
 from torch import Tensor
 
-from kllm.kernels import moe_grouped, reference
+from kllm.kernels import block_attention_reference, moe_grouped, reference
+from kllm.kernels.block_attention_reference import (
+    SoftmaxState,
+    Span,
+    finish_softmax,
+    merge_softmax,
+    top_entries,
+)
+
+__all__ = [
+    "SoftmaxState",
+    "Span",
+    "add_rmsnorm",
+    "block_attention",
+    "finish_softmax",
+    "hc_head",
+    "hc_post",
+    "hc_pre",
+    "index_scores",
+    "linear_fp32",
+    "merge_softmax",
+    "moe",
+    "pool_rows",
+    "rmsnorm",
+    "rope",
+    "sparse_attention",
+    "sparse_block_attention",
+    "swiglu",
+    "top_entries",
+]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -90,6 +119,27 @@ def sparse_attention(
     return _best("sparse_attention", reference.sparse_attention, q)(
         q, segments, scale, sink, value_dim
     )
+
+
+def block_attention(
+    state: SoftmaxState, q: Tensor, k: Tensor, v: Tensor, spans: Sequence[Span], scale: float
+) -> None:
+    """See `kllm.kernels.block_attention_reference.block_attention`."""
+    best = _best("block_attention", block_attention_reference.block_attention, q)
+    best(state, q, k, v, spans, scale)
+
+
+def sparse_block_attention(
+    state: SoftmaxState,
+    q: Tensor,
+    kv: Tensor,
+    idx: Tensor,
+    scale: float,
+    value_dim: int | None = None,
+) -> None:
+    """See `kllm.kernels.block_attention_reference.sparse_block_attention`."""
+    best = _best("block_attention", block_attention_reference.sparse_block_attention, q)
+    best(state, q, kv, idx, scale, value_dim)
 
 
 def index_scores(q: Tensor, weights: Tensor, keys: Tensor, slots: Tensor | None = None) -> Tensor:
