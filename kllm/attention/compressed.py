@@ -18,7 +18,15 @@ from kllm.attention.indexing import (
     stored_keys,
     visible_slots,
 )
-from kllm.attention.rings import Chunk, chunks, read_ring, window_slots, write_ring
+from kllm.attention.rings import (
+    Chunk,
+    Tails,
+    chunks,
+    gather_tails,
+    read_older,
+    window_slots,
+    write_ring,
+)
 
 WINDOW = "window"  # the ring state of the newest keys
 BLOCK_BYTES = 1 << 28  # bounds index lists and scores of long prefills
@@ -51,10 +59,12 @@ def attend(
     """
     # What later steps will read, rounded alike: results do not depend on the chunk size.
     kv = ctx.pool.unpack(WINDOW, ctx.pool.pack(WINDOW, kv))
+    tails = gather_tails(ctx, WINDOW, layer, kv, window - 1)
     out = torch.empty_like(q)
     for chunk in chunks(ctx):
-        out[chunk.rows] = _attend_chunk(ctx, layer, chunk, q, kv, sink, window, kind, index)
-    write_ring(ctx, WINDOW, layer, kv)
+        near = _near(ctx, layer, chunk, kv, window, tails)
+        out[chunk.rows] = _attend_chunk(ctx, layer, chunk, q, near, sink, window, kind, index)
+    write_ring(ctx, WINDOW, layer, kv, tails)
     if ctx.num_decodes:
         count = slice(0, ctx.num_decodes)
         length = ctx.pool.rings(WINDOW, layer).shape[1]
@@ -68,12 +78,21 @@ def attend(
     return out
 
 
+def _near(
+    ctx: ForwardContext, layer: int, chunk: Chunk, kv: Tensor, window: int, tails: Tails | None
+) -> Tensor:
+    """[kept + rows, D]: the older keys that a chunk's first queries see, and its own."""
+    kept = min(window - 1, chunk.start)
+    older = read_older(ctx, WINDOW, layer, chunk, chunk.start - kept, tails)
+    return torch.cat((older, kv[chunk.rows]))
+
+
 def _attend_chunk(
     ctx: ForwardContext,
     layer: int,
     chunk: Chunk,
     q: Tensor,
-    kv: Tensor,
+    near: Tensor,
     sink: Tensor,
     window: int,
     kind: Compression | None,
@@ -81,9 +100,7 @@ def _attend_chunk(
 ) -> Tensor:
     """Attention of one chunk, in blocks of queries: [rows of the chunk, H, D]."""
     device = q.device
-    kept = min(window - 1, chunk.start)  # older tokens that the chunk's first queries see
-    older = read_ring(ctx, WINDOW, layer, chunk.request, chunk.start - kept, chunk.start)
-    near = torch.cat((older, kv[chunk.rows]))  # [kept + rows, D]
+    kept = len(near) - (chunk.end - chunk.start)
     count = chunk.end // kind.ratio if kind else 0
     entries = keys = None
     if kind and count:

@@ -8,12 +8,21 @@ position and an entry is rewritten whenever its last token is, taking tokens bac
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kllm import kernels
 from kllm.attention.context import ForwardContext
-from kllm.attention.rings import Chunk, chunks, read_ring, window_slots, write_ring
+from kllm.attention.rings import (
+    Chunk,
+    Tails,
+    chunks,
+    gather_tails,
+    read_older,
+    window_slots,
+    write_ring,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +77,22 @@ def _find_groups(ctx: ForwardContext, ratio: int) -> FinishedGroups:
         first, last = chunk.start // ratio, chunk.end // ratio
         if first < last:
             spans.append((chunk, first, last))
-            slots.append(request_slots(ctx, chunk.request, first, last, ratio))
+            place = _place(ctx, chunk, first * ratio) // ratio
+            slots.append(request_slots(ctx, chunk.request, place, place + last - first, ratio))
             starts.append(torch.arange(first, last, device=device) * ratio)
     return FinishedGroups(decodes, tuple(spans), torch.cat(slots), torch.cat(starts))
 
 
+def _place(ctx: ForwardContext, chunk: Chunk, position: int) -> int:
+    """Where this rank keeps a position of a chunk in the request's pages."""
+    if ctx.sequence is None:
+        return position
+    step = ctx.sequence.step
+    return int(step.places(step.pieces[chunk.piece], np.array([position]))[0])
+
+
 def request_slots(ctx: ForwardContext, request: int, first: int, last: int, ratio: int) -> Tensor:
-    """[last - first] int64: slots of one request's entries of `ratio`."""
+    """[last - first] int64: slots of one request's entries of `ratio`, by place in its pages."""
     per_page = ctx.pool.page_size // ratio
     entries = torch.arange(first, last, device=ctx.positions.device)
     pages = ctx.block_tables[request, entries // per_page].long()
@@ -93,8 +111,9 @@ def pool_step(ctx: ForwardContext, layer: int, kind: Compression, rows: Tensor) 
     """
     groups = finished_groups(ctx, kind.ratio)
     # Chunks first: they need ring rows that their own newest rows are about to replace.
-    parts = [_pool_chunk(ctx, layer, kind, rows, *span) for span in groups.spans]
-    write_ring(ctx, kind.tail, layer, rows)
+    tails = gather_tails(ctx, kind.tail, layer, rows, kind.overlap * kind.ratio)
+    parts = [_pool_chunk(ctx, layer, kind, rows, tails, *span) for span in groups.spans]
+    write_ring(ctx, kind.tail, layer, rows, tails)
     return torch.cat([_pool_decodes(ctx, layer, kind, groups.decodes), *parts])
 
 
@@ -116,6 +135,7 @@ def _pool_chunk(
     layer: int,
     kind: Compression,
     rows: Tensor,
+    tails: Tails | None,
     chunk: Chunk,
     first: int,
     last: int,
@@ -124,7 +144,7 @@ def _pool_chunk(
     begin = max(first - kind.overlap, 0) * ratio  # the oldest token needed
     span = rows[chunk.rows][max(begin - chunk.start, 0) : last * ratio - chunk.start]
     if begin < chunk.start:
-        older = read_ring(ctx, kind.tail, layer, chunk.request, begin, chunk.start)
+        older = read_older(ctx, kind.tail, layer, chunk, begin, tails)
         span = torch.cat((older, span))
     values, gates = span.view(-1, ratio, span.shape[1]).chunk(2, dim=2)
     if kind.overlap:

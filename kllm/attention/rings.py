@@ -3,45 +3,160 @@
 A step writes the rows of its tokens and reads older ones. Requests that run one token
 (decodes) are handled as tensors, with shapes that depend on the batch only, so that a CUDA
 graph can hold them; longer ones (chunks) one by one, with lengths the host knows.
+
+Under context parallelism a chunk is one stretch of what its group runs of a prompt, so the rows
+before it may be another rank's. Each rank keeps the rings of all requests: what lies before the
+first stretch, or will be in the ring after the last one, or is read across the seam between two
+stretches, is gathered over the group (`gather_tails`).
 """
 
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from kllm.attention.context import ForwardContext
+from kllm.attention.context import ForwardContext, SequenceContext, to_device
+from kllm.parallel.sequence import Piece
+from kllm.parallel.stripes import Stripes
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """A request that runs several tokens in this step."""
+    """A request that runs several tokens in this step, or a stretch of a group's piece."""
 
     request: int  # its index in the step
     rows: slice  # its tokens in the flat batch
     start: int  # position of the first of them
-    end: int  # tokens of the request once the step has run
+    end: int  # position behind the last of them
+    piece: int = -1  # which of the group's pieces it is a stretch of; -1: it runs on this rank only
+
+
+@dataclass(frozen=True, slots=True)
+class Tails:
+    """One state's rows near the ends of the stretches of a context-parallel step, of all ranks."""
+
+    seams: "_Seams"
+    rows: Tensor  # [S, channels]
+
+    def read(self, piece: int, start: int, end: int) -> Tensor:
+        """[end - start, channels] of a piece's positions, the last of them before a stretch."""
+        first = self.seams.first(piece, start)
+        return self.rows[first : first + end - start]
+
+
+@dataclass(frozen=True, slots=True)
+class _Seams:
+    """Which rows the ranks share, in order of piece and position: S of them."""
+
+    positions: tuple[NDArray[np.int64], ...]  # of each piece
+    source: Tensor  # [n] tokens of this rank that it sends; as many on each rank, some repeated
+    order: Tensor  # [S] where each row stands among the [ranks * n] received ones
+    newest: Tensor  # [N] which of the S rows stay in the ring
+    slots: Tensor  # [N] int64 ring slots of these
+
+    def first(self, piece: int, position: int) -> int:
+        """The index of a piece's position among the S rows."""
+        before = sum(len(positions) for positions in self.positions[:piece])
+        return before + int(np.searchsorted(self.positions[piece], position))
 
 
 def chunks(ctx: ForwardContext) -> list[Chunk]:
     """The requests of the step that are not decodes, in order."""
     found: list[Chunk] = ctx.shared.get("chunks", [])
     if "chunks" not in ctx.shared:
+        pieces = {}
+        if ctx.sequence is not None:
+            for i, piece in enumerate(ctx.sequence.step.pieces):
+                pieces.update(dict.fromkeys(range(piece.entries.start, piece.entries.stop), i))
         row = ctx.num_decodes
         for request in range(ctx.num_decodes, len(ctx.query_lens_host)):
             length, end = int(ctx.query_lens_host[request]), int(ctx.context_lens_host[request])
-            found.append(Chunk(request, slice(row, row + length), end - length, end))
+            rows = slice(row, row + length)
+            found.append(Chunk(request, rows, end - length, end, pieces.get(request, -1)))
             row += length
         ctx.shared["chunks"] = found
     return found
 
 
-def write_ring(ctx: ForwardContext, name: str, layer: int, rows: Tensor) -> None:
-    """Store the rows [T, channels] of the step's tokens; of a long chunk only the newest fit."""
+def gather_tails(
+    ctx: ForwardContext, name: str, layer: int, rows: Tensor, reach: int
+) -> Tails | None:
+    """Exchange what ranks need of each other's rows; None without context parallelism.
+
+    Called once for each state and layer, on all ranks of the group.
+
+    Args:
+        rows: [T, channels] of the step's tokens, as `write_ring` gets them.
+        reach: how many rows before a chunk's first will be read.
+    """
+    if ctx.sequence is None:
+        return None
+    seams = _find_seams(ctx, ctx.sequence, ctx.pool.rings(name, layer).shape[1], reach)
+    comm = ctx.sequence.comm
+    sent = ctx.pool.pack(name, rows[seams.source])
+    received = sent.new_empty(comm.size * len(sent), *sent.shape[1:])
+    comm.all_gather(received, sent).wait()
+    return Tails(seams, ctx.pool.unpack(name, received[seams.order]))
+
+
+def _find_seams(ctx: ForwardContext, sequence: SequenceContext, length: int, reach: int) -> _Seams:
+    key = f"seams {length} {reach}"
+    if key not in ctx.shared:
+        device, step = ctx.positions.device, sequence.step
+        positions = [_shared(step.stripes, piece, length, reach) for piece in step.pieces]
+        source, newest, slots, before = [], [], [], 0
+        starts = {chunk.request: chunk.rows.start for chunk in chunks(ctx)}
+        for piece, row, shared in zip(step.pieces, step.rows, positions, strict=True):
+            own = shared[step.stripes.rank_of(shared) == step.rank]
+            # A rank's tokens of a piece stand in the batch in order, one stretch after the other.
+            at = starts.get(piece.entries.start, 0) - step.stripes.count(step.rank, piece.start)
+            source.append(step.stripes.local(own) + at)
+            kept = min(length, piece.end - piece.start)
+            before += len(shared)
+            newest.append(np.arange(before - kept, before))
+            slots.append(int(row) * length + shared[-kept:] % length)
+        ranks = step.stripes.rank_of(np.concatenate(positions))
+        most = int(np.bincount(ranks).max())
+        order = np.empty_like(ranks)
+        for rank in range(step.stripes.ranks):
+            own = np.flatnonzero(ranks == rank)
+            order[own] = rank * most + np.arange(len(own))
+        sent = np.concatenate(source)
+        sent = np.pad(sent, (0, most - len(sent)))
+        arrays = (sent, order, np.concatenate(newest), np.concatenate(slots))
+        ctx.shared[key] = _Seams(tuple(positions), *(to_device(a, device) for a in arrays))
+    found: _Seams = ctx.shared[key]
+    return found
+
+
+def _shared(stripes: Stripes, piece: Piece, length: int, reach: int) -> NDArray[np.int64]:
+    """Positions of a piece that other ranks need: the newest ones, and those before a seam."""
+    wanted = np.zeros(piece.end - piece.start, np.bool_)
+    wanted[-length:] = True
+    for seam in range(
+        (piece.start // stripes.tokens + 1) * stripes.tokens, piece.end, stripes.tokens
+    ):
+        last = seam - piece.start
+        wanted[max(0, last - reach) : last] = True
+    return np.flatnonzero(wanted) + piece.start
+
+
+def write_ring(
+    ctx: ForwardContext, name: str, layer: int, rows: Tensor, tails: Tails | None
+) -> None:
+    """Store the rows [T, channels] of the step's tokens; of a long chunk only the newest fit.
+
+    With `tails` the chunks' rows come from there: the newest of the group's pieces.
+    """
     length = ctx.pool.rings(name, layer).shape[1]
     slots = ctx.ring_slots(length)
-    if any(chunk.end - chunk.start > length for chunk in chunks(ctx)):
+    if tails is not None:
+        count = ctx.num_decodes
+        slots = torch.cat((slots[:count], tails.seams.slots))
+        rows = torch.cat((rows[:count], tails.rows[tails.seams.newest]))
+    elif any(chunk.end - chunk.start > length for chunk in chunks(ctx)):
         kept = _newest(ctx, length)
         slots, rows = slots[kept], rows[kept]
     ctx.pool.write(name, layer, slots, rows)
@@ -60,13 +175,22 @@ def _newest(ctx: ForwardContext, length: int) -> Tensor:
     return found
 
 
-def read_ring(
-    ctx: ForwardContext, name: str, layer: int, request: int, start: int, end: int
+def read_older(
+    ctx: ForwardContext, name: str, layer: int, chunk: Chunk, start: int, tails: Tails | None
 ) -> Tensor:
-    """Rows [end - start, channels] of one request's positions start..end - 1."""
+    """Rows [chunk.start - start, channels] of the positions from `start` to before a chunk's.
+
+    Those that this step runs on some rank come from `tails`, older ones from the ring.
+    """
+    begin = chunk.start
+    if ctx.sequence is not None:
+        begin = max(start, ctx.sequence.step.pieces[chunk.piece].start)
     length = ctx.pool.rings(name, layer).shape[1]
-    positions = torch.arange(start, end, device=ctx.positions.device)
-    return ctx.pool.read(name, layer, ctx.rows[request] * length + positions % length)
+    positions = torch.arange(start, begin, device=ctx.positions.device)
+    older = ctx.pool.read(name, layer, ctx.rows[chunk.request] * length + positions % length)
+    if tails is None or begin == chunk.start:
+        return older
+    return torch.cat((older, tails.read(chunk.piece, begin, chunk.start)))
 
 
 def window_slots(ctx: ForwardContext, length: int, window: int) -> Tensor:
