@@ -122,7 +122,7 @@ class Engine:
     @property
     def free_pages(self) -> int:
         """KV pages that no request holds."""
-        return self._scheduler.pages.free
+        return self._scheduler.free_pages
 
     def add(
         self,

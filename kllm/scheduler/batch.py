@@ -19,18 +19,14 @@ class RunningBatch:
     limit: NDArray[np.int32]  # [R] the request ends when it knows this many tokens
     last_token: NDArray[np.int64]  # [R] newest known token
     stops_at_eos: NDArray[np.bool_]  # [R]
-    num_pages: NDArray[np.int32]  # [R]
-    tables: NDArray[np.int32]  # [R, max pages]
 
     @classmethod
-    def empty(cls, rows: int, max_pages: int) -> "RunningBatch":
-        """Arrays for `rows` requests of at most `max_pages` pages."""
+    def empty(cls, rows: int) -> "RunningBatch":
+        """Arrays for `rows` requests."""
         return cls(
             computed=np.zeros(rows, np.int32),
             known=np.zeros(rows, np.int32),
             limit=np.zeros(rows, np.int32),
             last_token=np.zeros(rows, np.int64),
             stops_at_eos=np.zeros(rows, np.bool_),
-            num_pages=np.zeros(rows, np.int32),
-            tables=np.zeros((rows, max_pages), np.int32),
         )

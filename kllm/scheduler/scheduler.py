@@ -18,7 +18,9 @@ from kllm.cache.block_pool import BlockPool
 from kllm.config import SchedulerConfig
 from kllm.core import FinishReason, Plan, Request, Status
 from kllm.errors import ConfigError
+from kllm.parallel.stripes import Stripes
 from kllm.scheduler.batch import RunningBatch
+from kllm.scheduler.holdings import Holdings
 
 WIDTH_STEP = 8  # block tables grow in steps of this many pages, so that shapes repeat
 
@@ -34,6 +36,8 @@ class Scheduler:
         num_pages, page_size: the KV pool (tokens a page).
         max_model_len: tokens that one request may hold; at most the whole pool.
         eos_token_ids: tokens that end a request unless it ignores them.
+        stripes, ring: how prompts are dealt to context-parallel ranks (`Holdings`); the pool is
+            then that of each rank.
 
     Raises:
         ConfigError: when the token budget is too small for every running request to decode.
@@ -47,6 +51,8 @@ class Scheduler:
         page_size: int,
         max_model_len: int,
         eos_token_ids: Iterable[int] = (),
+        stripes: Stripes | None = None,
+        ring: bool = False,
     ) -> None:
         if config.token_budget < config.max_batch:
             raise ConfigError(
@@ -58,14 +64,20 @@ class Scheduler:
         self.config = config
         self.page_size = page_size
         self.max_model_len = max_model_len
-        self.pages = BlockPool(num_pages)
+        self.holdings = Holdings(
+            config.max_batch,
+            num_pages=num_pages,
+            page_size=page_size,
+            max_pages=-(-max_model_len // page_size),
+            stripes=stripes,
+            ring=ring,
+        )
         self.rows = BlockPool(config.max_batch)
         self.waiting: list[Request] = []  # sorted by rank
         self.prefilling: list[Request] = []  # sorted by rank
         self.decoding: list[Request] = []
         self._eos = np.array(sorted(eos_token_ids), np.int64)
-        max_pages = -(-max_model_len // page_size)
-        self._batch = RunningBatch.empty(config.max_batch, max_pages)
+        self._batch = RunningBatch.empty(config.max_batch)
         self._tokens: dict[int, NDArray[np.int64]] = {}  # row -> known tokens, while prefilling
         self._decodes = _DecodeRows()
         self._steps = 0
@@ -75,6 +87,21 @@ class Scheduler:
     def num_running(self) -> int:
         """Requests that hold KV."""
         return len(self.prefilling) + len(self.decoding)
+
+    @property
+    def free_pages(self) -> int:
+        """KV pages that no request holds."""
+        return int(self.holdings.free.sum())
+
+    @property
+    def load_tokens(self) -> int:
+        """Tokens that wait to be computed plus tokens whose KV is or will be held."""
+        rows = [request.row for request in self.prefilling]
+        todo = int((self._batch.known[rows] - self._batch.computed[rows]).sum())
+        held = int(self._batch.known[rows].sum())
+        held += int(self._batch.known[self._decodes.rows(self.decoding)].sum())
+        waiting = sum(request.num_tokens for request in self.waiting)
+        return todo + held + 2 * waiting
 
     def add(self, request: Request) -> None:
         """Queue a request behind those of its priority that came before.
@@ -116,9 +143,12 @@ class Scheduler:
         chunks: list[tuple[Request, int]] = []
         for request in self.prefilling:
             budget = self._add_chunk(request, budget, chunks)
-        while budget > 0 and self.waiting and self._fits(self.waiting[0]):
+        while budget > 0 and self.waiting:
+            owner = self._owner(self.waiting[0])
+            if owner is None:
+                break
             request = self.waiting.pop(0)
-            self._admit(request)
+            self._admit(request, owner)
             budget = self._add_chunk(request, budget, chunks)
         if not chunks and not self.decoding:
             return None
@@ -162,35 +192,21 @@ class Scheduler:
         running = self.prefilling + self.decoding
         rows = [request.row for request in running]
         assert len(set(rows)) == len(rows) == self.rows.used
-        held = [self._held(request.row) for request in running]
-        pages = np.concatenate(held) if held else np.zeros(0, np.int32)
-        assert len(np.unique(pages)) == len(pages) == self.pages.used
-        for request, mine in zip(running, held, strict=True):
-            assert self._batch.computed[request.row] <= len(mine) * self.page_size
+        self.holdings.check(rows)
+        for request in running:
+            pages = self.holdings.counts[self.holdings.owners[request.row], request.row]
+            assert self._batch.computed[request.row] <= pages * self.page_size
             assert self._batch.known[request.row] == request.num_tokens
 
-    def _held(self, row: int) -> NDArray[np.int32]:
-        return self._batch.tables[row, : self._batch.num_pages[row]]
+    def _owner(self, request: Request) -> int | None:
+        """Where a waiting request would be kept if it can enter now, else None."""
+        return self.holdings.owner_for(request.num_tokens) if self.rows.free else None
 
-    def _pages_for(self, tokens: int) -> int:
-        return -(-tokens // self.page_size)
-
-    def _fits(self, request: Request, leaving: int = 0, gained: int = 0) -> bool:
-        """Whether a request can enter, once `leaving` others have given back `gained` pages."""
-        # One page of each running request stays free: it will ask for it within a page of steps,
-        # and admitting into that page would preempt somebody soon.
-        reserve = self.num_running - leaving
-        return self.rows.free + leaving > 0 and (
-            self.pages.free + gained >= self._pages_for(request.num_tokens) + reserve
-        )
-
-    def _admit(self, request: Request) -> None:
+    def _admit(self, request: Request, owner: int) -> None:
         batch = self._batch
         row = request.row = int(self.rows.take(1)[0])
         tokens = request.num_tokens
-        pages = self.pages.take(self._pages_for(tokens))
-        batch.tables[row, : len(pages)] = pages
-        batch.num_pages[row] = len(pages)
+        self.holdings.take(row, tokens, owner)
         batch.computed[row] = 0
         batch.known[row] = tokens
         batch.limit[row] = self.limit(request)
@@ -211,35 +227,36 @@ class Scheduler:
 
     def _make_room_for_decodes(self) -> None:
         """Give a page to each decoding request that needs one, preempting if none is left."""
-        batch = self._batch
-        rows = self._decodes.rows(self.decoding)
-        short = rows[batch.known[rows] > batch.num_pages[rows] * self.page_size]
-        while len(short) > self.pages.free:
+        short = self._short_of_pages()
+        while len(short) and self.holdings.lack(short):
             self._preempt(max(self.prefilling + self.decoding, key=_rank))
-            rows = self._decodes.rows(self.decoding)
-            short = rows[batch.known[rows] > batch.num_pages[rows] * self.page_size]
+            short = self._short_of_pages()
         if len(short):
-            columns = batch.num_pages[short]
-            pages = self.pages.take(len(short))
-            batch.tables[short, columns] = pages
-            batch.num_pages[short] += 1
+            columns, pages = self.holdings.grow(short)
             self._decodes.set_pages(short, columns, pages)
+
+    def _short_of_pages(self) -> NDArray[np.int32]:
+        rows = self._decodes.rows(self.decoding)
+        return self.holdings.short(rows, self._batch.known[rows])
 
     def _yield_to_priority(self) -> None:
         """Preempt the fewest requests of strictly lower priority that let the first one enter.
 
         None at all where that would not be enough: they would lose their KV for nothing.
         """
-        if not self.waiting or self._fits(self.waiting[0]):
+        if not self.waiting or self._owner(self.waiting[0]) is not None:
             return
         first = self.waiting[0]
         lower = [r for r in self.prefilling + self.decoding if r.priority > first.priority]
         victims: list[Request] = []
-        gained = 0
+        gained = np.zeros(len(self.holdings.pools), np.int64)
+        leaving = np.zeros_like(gained)
         for request in sorted(lower, key=_rank, reverse=True):
             victims.append(request)
-            gained += int(self._batch.num_pages[request.row])
-            if self._fits(first, leaving=len(victims), gained=gained):
+            pages, owned = self.holdings.held_by(request.row)
+            gained, leaving = gained + pages, leaving + owned
+            tokens = first.num_tokens
+            if self.holdings.owner_for(tokens, gained=gained, leaving=leaving) is not None:
                 for victim in victims:
                     self._preempt(victim)
                 return
@@ -252,9 +269,8 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         row = request.row
-        self.pages.give(self._held(row))
+        self.holdings.release(row)
         self.rows.give(np.array([row], np.int32))
-        self._batch.num_pages[row] = 0
         if self._tokens.pop(row, None) is not None:
             self.prefilling.remove(request)
         else:
@@ -272,6 +288,7 @@ class Scheduler:
         for request, sampled in zip(plan.requests[first:], plan.samples[first:], strict=True):
             if sampled:
                 del self._tokens[request.row]
+                self.holdings.settle(request.row)
                 self.prefilling.remove(request)
                 self.decoding.append(request)
                 self._decodes.dirty = True
@@ -305,7 +322,8 @@ class Scheduler:
             token_ids = np.concatenate((token_ids, *(self._tokens[r][a:b] for r, a, b in spans)))
             positions = np.concatenate((positions, *(np.arange(a, b) for _, a, b in spans)))
         context = batch.computed[rows] + lens
-        return Plan(
+        width = self._width(rows)
+        plan = Plan(
             step=self._steps,
             num_decodes=int(np.searchsorted(lens, 1, side="right")),
             rows=rows,
@@ -313,18 +331,24 @@ class Scheduler:
             context_lens=context,
             token_ids=token_ids,
             positions=positions,
-            block_tables=self._tables(rows, bool(chunks)),
+            block_tables=self._tables(rows, width, bool(chunks)),
             samples=context == batch.known[rows],
             requests=requests,
         )
+        if self.holdings.stripes is not None:
+            plan.num_decodes = len(decode_rows)
+            plan.owners = self.holdings.owners[rows]
+            plan.shard_tables = self.holdings.tables[:, rows, :width]
+        return plan
 
-    def _tables(self, rows: NDArray[np.int32], mixed: bool) -> NDArray[np.int32]:
-        batch = self._batch
-        pages = int(batch.num_pages[rows].max())
-        width = min(-(-pages // WIDTH_STEP) * WIDTH_STEP, batch.tables.shape[1])
+    def _width(self, rows: NDArray[np.int32]) -> int:
+        pages = self.holdings.width(rows)
+        return min(-(-pages // WIDTH_STEP) * WIDTH_STEP, self.holdings.tables.shape[2])
+
+    def _tables(self, rows: NDArray[np.int32], width: int, mixed: bool) -> NDArray[np.int32]:
         if mixed:
-            return batch.tables[rows, :width]
-        return self._decodes.tables(width, lambda: batch.tables[rows, :width])
+            return self.holdings.owner_tables(rows, width)
+        return self._decodes.tables(width, lambda: self.holdings.owner_tables(rows, width))
 
 
 class _DecodeRows:

@@ -50,7 +50,7 @@ def test_any_mixture_gives_each_request_its_own_tokens(
             driver.scheduler.abort(request)
         requests.append((request, prompt, max_tokens))
     driver.run()
-    assert driver.scheduler.pages.free == num_pages
+    assert driver.scheduler.free_pages == num_pages
     assert driver.scheduler.rows.free == max_batch
     for request, prompt, max_tokens in requests:
         want = expected(prompt, max_tokens, room)

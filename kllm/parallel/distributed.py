@@ -1,0 +1,129 @@
+"""Collectives between processes, through torch.distributed: NCCL on GPUs, gloo on CPUs."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from kllm.parallel.communicator import Communicator, Handle
+from kllm.parallel.layout import Groups
+from kllm.parallel.single import SingleComm
+
+# Longer than any honest wait for a slow rank. Whoever watches the ranks ends a hung job sooner.
+TIMEOUT = timedelta(minutes=10)
+
+# torch 2.13 gave both a new name and warns of the old one.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+@dataclass(frozen=True, slots=True)
+class _Works:
+    """Several transfers as one handle."""
+
+    works: Sequence[Handle]
+
+    def wait(self) -> None:
+        """Wait for all of them."""
+        for work in self.works:
+            work.wait()
+
+
+class TorchComm:
+    """This rank's part of a process group.
+
+    Args:
+        ranks: the global ranks of the group, in the order of its own ranks.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
+        self._group = group
+        self._ranks = tuple(ranks)
+        self.size = len(ranks)
+        self.rank = self._ranks.index(dist.get_rank())
+
+    def all_reduce(self, x: Tensor) -> Handle:
+        """See `Communicator.all_reduce`."""
+        return _work(dist.all_reduce(x, group=self._group, async_op=True))
+
+    def all_gather(self, out: Tensor, x: Tensor) -> Handle:
+        """See `Communicator.all_gather`."""
+        return _work(_all_gather(out, x.contiguous(), group=self._group, async_op=True))
+
+    def reduce_scatter(self, out: Tensor, x: Tensor) -> Handle:
+        """See `Communicator.reduce_scatter`."""
+        return _work(_reduce_scatter(out, x.contiguous(), group=self._group, async_op=True))
+
+    def all_to_all(
+        self, out: Tensor, x: Tensor, out_splits: list[int], in_splits: list[int]
+    ) -> Handle:
+        """See `Communicator.all_to_all`."""
+        work = dist.all_to_all_single(
+            out, x.contiguous(), out_splits, in_splits, group=self._group, async_op=True
+        )
+        return _work(work)
+
+    def ring_shift(self, out: Tensor, x: Tensor) -> Handle:
+        """See `Communicator.ring_shift`."""
+        following = self._ranks[(self.rank + 1) % self.size]
+        previous = self._ranks[self.rank - 1]
+        # In one batch: a send that waits for its peer's receive would deadlock a ring on a GPU.
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, x.contiguous(), following, self._group),
+                dist.P2POp(dist.irecv, out, previous, self._group),
+            ]
+        )
+        return _Works(works)
+
+    def send(self, x: Tensor, to: int) -> Handle:
+        """See `Communicator.send`."""
+        return _work(dist.isend(x.contiguous(), self._ranks[to], self._group))
+
+    def receive(self, out: Tensor, source: int) -> Handle:
+        """See `Communicator.receive`."""
+        return _work(dist.irecv(out, self._ranks[source], self._group))
+
+
+def _work(work: dist.Work | None) -> Handle:
+    assert work is not None  # this rank belongs to the group
+    return work
+
+
+def connect(store: dist.Store, rank: int, world: int, device: torch.device) -> None:
+    """Join the default process group; every rank does.
+
+    Raises:
+        RuntimeError: from torch, when a rank does not come.
+    """
+    on_gpu = device.type == "cuda"
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        store=store,
+        rank=rank,
+        world_size=world,
+        timeout=TIMEOUT,
+        device_id=device if on_gpu else None,
+    )
+
+
+def disconnect() -> None:
+    """Leave the process group, if there is one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def join(groups: Groups) -> Communicator:
+    """This rank's communicator among groups that hold every rank once; all ranks call it alike."""
+    if all(len(ranks) == 1 for ranks in groups):
+        return SingleComm()
+    me, mine = dist.get_rank(), None
+    for ranks in groups:
+        group = dist.new_group(list(ranks), timeout=TIMEOUT)
+        if me in ranks:
+            mine = TorchComm(group, ranks)
+    assert mine is not None
+    return mine
