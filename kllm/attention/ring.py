@@ -1,0 +1,150 @@
+"""Ring attention: foreign entries come hop by hop, and only one block of them is here at a time.
+
+Each rank holds the entries of its own stripes of every prompt (`kllm.parallel.stripes`). Blocks
+travel round the group: what rank r holds of all pieces of the step, packed one piece after the
+other and padded to the longest block, whose length the host knows. Two buffers do: the next block
+is received in one while the layer computes with the other.
+
+What a run of queries (a stretch of a piece) sees of a shard is always a prefix of it, because
+shards are in the order of positions: of a foreign shard the same for the whole run, as no entry of
+another rank lies within it; of the own shard one that grows along the run.
+
+Source: Liu et al. 2023 (ring attention); the state that is carried: `kernels.SoftmaxState`.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kllm.attention.context import ForwardContext, SequenceContext
+from kllm.attention.rings import Chunk, chunks
+from kllm.cache.pool import KVPool
+from kllm.cache.shards import held_slots
+from kllm.kernels import Span
+from kllm.parallel.communicator import Communicator
+from kllm.parallel.stripes import Stripes
+
+UNPACK_BYTES = 1 << 28  # bounds what unpacking fp8 entries takes besides its result
+
+
+@dataclass(frozen=True, slots=True)
+class RingPiece:
+    """A prompt chunk of the group, as this rank sees it."""
+
+    rows: slice  # this rank's tokens of it in the flat batch; empty: it has none
+    runs: tuple[Chunk, ...]  # its stretches, which `rows` are made of
+    end: int  # tokens of the request once the step has run
+    parts: tuple[slice, ...]  # [ranks] where its entries lie in the block of each rank
+
+
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """How the entries of one ratio are spread over the ranks of a step."""
+
+    rank: int
+    tokens: Stripes  # the deal of tokens
+    entries: Stripes  # the deal of entries
+    ratio: int  # tokens an entry
+    pieces: tuple[RingPiece, ...]
+    slots: Tensor  # [longest block] int64, this rank's entries; the padding repeats slot 0
+
+    def visible(self, run: Chunk, source: int) -> int:
+        """How many entries of the shard of `source` the last query of a run sees."""
+        return self.entries.count(source, run.end // self.ratio)
+
+    def spans(self, piece: RingPiece, source: int) -> list[Span]:
+        """What the piece's queries see of the part of it that `source` holds.
+
+        Rows count from the first of the piece's, keys from the first of the part.
+        """
+        found = []
+        for run in piece.runs:
+            rows = slice(run.rows.start - piece.rows.start, run.rows.stop - piece.rows.start)
+            keys = self.visible(run, source)
+            if source != self.rank:
+                span = Span(rows, keys, keys)
+            else:
+                # Stripes are whole entries, so tokens held here and entries held here keep step.
+                span = Span(rows, self.tokens.count(source, run.start) + 1, keys, self.ratio)
+            if keys:
+                found.append(span)
+        return found
+
+
+def ring_context(ctx: ForwardContext) -> SequenceContext | None:
+    """The group and its step, where prompts run as a ring."""
+    sequence = ctx.sequence
+    return sequence if sequence is not None and sequence.step.ring else None
+
+
+def find_shards(ctx: ForwardContext, ratio: int) -> Shards:
+    """The spread of the entries of `ratio`, worked out once a step. Only in ring mode."""
+    key = f"shards {ratio}"
+    if key not in ctx.shared:
+        assert ctx.sequence is not None
+        ctx.shared[key] = _find_shards(ctx, ctx.sequence, ratio)
+    found: Shards = ctx.shared[key]
+    return found
+
+
+def _find_shards(ctx: ForwardContext, sequence: SequenceContext, ratio: int) -> Shards:
+    step, runs = sequence.step, chunks(ctx)
+    stripes = step.stripes.scaled(ratio)
+    filled = [0] * stripes.ranks
+    pieces, slots = [], []
+    for i, piece in enumerate(step.pieces):
+        parts = []
+        for rank in range(stripes.ranks):
+            count = stripes.count(rank, piece.end // ratio)
+            parts.append(slice(filled[rank], filled[rank] + count))
+            filled[rank] += count
+        mine = tuple(run for run in runs if run.piece == i)
+        rows = slice(mine[0].rows.start, mine[-1].rows.stop) if mine else slice(0, 0)
+        pieces.append(RingPiece(rows, mine, piece.end, tuple(parts)))
+        slots.append(held_slots(step, i, sequence.block_tables, ctx.pool.page_size, ratio))
+    padding = max(filled) - filled[step.rank]
+    slots.append(torch.zeros(padding, dtype=torch.int64, device=ctx.positions.device))
+    return Shards(step.rank, step.stripes, stripes, ratio, tuple(pieces), torch.cat(slots))
+
+
+def travel(comm: Communicator, block: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """Send blocks once round the ring: (rank that a block is of, block), this rank's own first.
+
+    The caller computes with a block before it asks for the next one, and takes all of them: every
+    rank has to pass on what the others wait for. `block` and one tensor like it are all the memory
+    there is; a block is overwritten when the next but one is asked for. Empty blocks stay at home.
+    """
+    if not len(block):
+        return
+    source, other = comm.rank, torch.empty_like(block) if comm.size > 1 else block
+    for hop in range(comm.size):
+        last = hop == comm.size - 1
+        coming = None if last else comm.ring_shift(other, block)
+        yield source, block
+        if coming is not None:
+            coming.wait()
+        block, other = other, block
+        source = (source - 1) % comm.size
+
+
+def travelling(
+    ctx: ForwardContext, name: str, layer: int, shards: Shards
+) -> Iterator[tuple[int, Tensor]]:
+    """`travel` of the entries of a paged state, as they are stored: [longest, heads, channels].
+
+    The step's own entries must be in their pages already.
+    """
+    assert ctx.sequence is not None
+    pages = ctx.pool.pages(name, layer)
+    return travel(ctx.sequence.comm, pages.view(-1, *pages.shape[2:]).index_select(0, shards.slots))
+
+
+def unpack_part(pool: KVPool, name: str, stored: Tensor) -> Tensor:
+    """Stored entries [n, ...] in the compute dtype, fp8 ones in blocks."""
+    size = max(1, UNPACK_BYTES // max(1, 8 * stored[:1].numel()))
+    if pool.kv_dtype != "fp8" or len(stored) <= size:
+        return pool.unpack(name, stored)
+    starts = range(0, len(stored), size)
+    return torch.cat([pool.unpack(name, stored[start : start + size]) for start in starts])
