@@ -60,9 +60,13 @@ def check(
     name: RecipeName,
     as_json: AsJson = False,
 ) -> None:
-    """Check a recipe: readable, settings the engine takes, measured on a machine like this."""
+    """Check a recipe: readable, settings the engine takes, its SLO met, measured on such a machine.
+
+    Exit code 1 when its own figures miss its SLO.
+    """
     import json
 
+    from kllm.errors import KllmError
     from kllm.hardware import detect
     from kllm.recipes.schema import load
 
@@ -71,7 +75,11 @@ def check(
     here = ("cuda", machine.gpus[0].name) if machine.gpus else ("cpu", machine.cpu)
     misfits = recipe.misfits(*here)
     if as_json:
-        typer.echo(json.dumps({"name": recipe.name, "valid": True, "misfits": misfits}, indent=1))
+        document = {"name": recipe.name, "valid": True, "meets_slo": not recipe.missed_slo}
+        typer.echo(json.dumps(document | {"misfits": misfits}, indent=1))
+    if recipe.missed_slo:
+        raise KllmError(f"recipe {name} cannot be recommended: {recipe.missed_slo}")
+    if as_json:
         return
     out.print(f"{name}: good", highlight=False, soft_wrap=True)
     for reason in misfits:

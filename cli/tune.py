@@ -149,7 +149,10 @@ def _print_result(tuned: "Tuned") -> None:
             unit = f" ({metric.unit})" if metric.unit else ""
             ends = f"{metric.ci95[0]:.4g} to {metric.ci95[1]:.4g}" if metric.ci95 else ""
             other = f"{default.median:.4g}" if default and default.median is not None else ""
-            cells = [f"{name}{unit}", f"{metric.median:.4g}", ends, *([other] if rivalled else [])]
+            value = f"{metric.median:.4g}"
+            if name == "attainment" and tuned.misses_slo:
+                value += f" (misses {tuned.setup.goal.slo.attainment:g})"
+            cells = [f"{name}{unit}", value, ends, *([other] if rivalled else [])]
             table.add_row(*cells)
         out.print(table)
         _line(f"{result.model} ({result.scale}), fidelity {result.fidelity}: {result.verdict}")

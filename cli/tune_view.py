@@ -1,6 +1,7 @@
 """What `kllm tune` shows while it runs: a live table on a terminal, plain lines in a pipe."""
 
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 
 from rich.console import Console, Group, RenderableType
@@ -14,17 +15,21 @@ from kllm.tuners.study import Trial
 from kllm.tuners.tune import Watcher
 
 SHOWN = 8  # newest trials in the live table
+SILENCE_S = 5.0  # after this a run says how far it is
 
 
 class PlainView(Watcher):
-    """One line an event."""
+    """One line an event, and a short one where a run would be silent for long."""
 
-    def __init__(self, console: Console) -> None:
-        self.console = console
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self.console, self.clock = console, clock
         self.setup: Setup | None = None
+        self.said_s = clock()
+        self.doing = ""  # what runs, in few words
 
     def line(self, text: str) -> None:
         """Print a line that stays one."""
+        self.said_s = self.clock()
         self.console.print(text, highlight=False, soft_wrap=True, markup=False)
 
     def note(self, sentence: str) -> None:
@@ -34,6 +39,7 @@ class PlainView(Watcher):
     def begun(self, study: str, setup: Setup, trials: int) -> None:
         """Say what is searched."""
         self.setup = setup
+        self.doing = ""
         work, goal = setup.workload, setup.goal
         names = " and ".join(o.name for o in goal.objectives)
         self.line(
@@ -48,6 +54,10 @@ class PlainView(Watcher):
         again = f", {retried} interrupted ones run again" if retried else ""
         self.line(f"continuing after {trials} trials{again}")
 
+    def started(self, number: int, settings: Mapping[str, Value]) -> None:
+        """Remember what runs."""
+        self.doing = f"#{number} "
+
     def ended(self, trial: Trial, best: Trial | None) -> None:
         """Print the trial and the best so far."""
         cells = self.cells(trial)
@@ -58,10 +68,21 @@ class PlainView(Watcher):
             suffix = f"; best so far {best.metrics[first.metric]:.4g} (#{best.number}{fine})"
         self.line(f"#{cells[0]} {cells[1]}: {cells[2]}, {cells[3]}{suffix}")
 
-    def comparing(self, done: int, total: int) -> None:
-        """Say that the winner is measured again, once."""
+    def comparing(self, trial: Trial, done: int, total: int) -> None:
+        """Say what is measured again, once for each candidate."""
+        self.doing = f"run {done + 1} of {total} "
         if done == 0:
-            self.line(f"measuring the winner and the default in turn, {total} runs")
+            self.line(f"measuring #{trial.number} and the default again in turn, {total} runs")
+        else:
+            self._still("")
+
+    def running(self, share: float) -> None:
+        """Say how far the run is, when nothing was said for a while."""
+        self._still(f"{share:.0%}")
+
+    def _still(self, how_far: str) -> None:
+        if self.clock() - self.said_s >= SILENCE_S:
+            self.line(f"  {self.doing}{how_far}".rstrip())
 
     def cells(self, trial: Trial) -> tuple[str, str, str, str]:
         """Number, settings, state, and value or reason."""
@@ -101,10 +122,13 @@ class LiveView(PlainView):
         self.best, self.status = best, ""
         self.draw()
 
-    def comparing(self, done: int, total: int) -> None:
+    def comparing(self, trial: Trial, done: int, total: int) -> None:
         """Show how far the comparison is."""
-        self.status = f"the winner and the default in turn: {done} of {total} runs"
+        self.status = f"#{trial.number} and the default again in turn: {done} of {total} runs"
         self.draw()
+
+    def running(self, share: float) -> None:
+        """The table is there all the time."""
 
     def draw(self) -> None:
         """Redraw everything."""

@@ -102,6 +102,17 @@ class Recipe:
         assert isinstance(config, EngineConfig)
         return config
 
+    @property
+    def missed_slo(self) -> str:
+        """Why the recipe's own figures do not meet its SLO, one sentence; "" where they do."""
+        attained = self.measured.get("attainment")
+        if self.slo is None or attained is None or attained.median >= self.slo.attainment:
+            return ""
+        return (
+            f"it misses its own SLO: {attained.median:.0%} of requests met the limits and "
+            f"{self.slo.attainment:.0%} must; tune again with a looser --slo or a lower load"
+        )
+
     def misfits(self, device: str, device_name: str) -> list[str]:
         """Why the numbers may not hold on a machine; empty when it is the same kind."""
         reasons = []

@@ -89,15 +89,19 @@ class Findings:
         """The trials that the recommendation is measured by.
 
         A best trial that was measured again and is no better than the default says nothing by
-        its first, lucky run.
+        its first, lucky run; neither does one that did not hold up.
         """
-        beaten = self.comparison is not None and self.comparison.keeps_default
-        return [t for t in self.trials if not (beaten and t is self.best_trial)]
+        if self.comparison is None:
+            return list(self.trials)
+        gone = {t.number for t in self.comparison.dropped}
+        if self.comparison.keeps_default and self.best is not None:
+            gone.add(self.best.number)
+        return [t for t in self.trials if t.number not in gone]
 
     @property
-    def best_trial(self) -> Trial | None:
-        """The best trial as it stands among the trials."""
-        return next((t for t in self.trials if self.best and t.number == self.best.number), None)
+    def misses_slo(self) -> bool:
+        """Whether the recommended settings do not meet the SLO when measured again."""
+        return self.comparison is not None and self.comparison.misses_slo(self.setup.goal)
 
     @property
     def recommended_trial(self) -> Trial | None:
@@ -109,10 +113,11 @@ class Findings:
     def slo_sweep(self) -> list[boundary.Rival]:
         """The recommendation against the best other trial under tighter and looser limits.
 
-        Empty without a recommendation, without limits, or for an objective that is no rate.
+        Empty without a recommendation, without limits or where they are missed, or for an
+        objective that is no rate.
         """
         goal, trial = self.setup.goal, self.recommended_trial
-        if trial is None or not goal.slo.limited or goal.objectives[0].sign < 0:
+        if trial is None or self.misses_slo or not goal.slo.limited or goal.objectives[0].sign < 0:
             return []
         return boundary.sweep(goal, trial, self.rivals)
 
@@ -181,7 +186,7 @@ def metrics_of(comparison: Comparison) -> dict[str, Metric]:
     """The recommended settings' metrics, and the default's under "default."."""
     found: dict[str, Metric] = {}
     sides = [("", comparison.winner), ("default.", comparison.default)]
-    if comparison.keeps_default and comparison.default:
+    if comparison.keeps_default and comparison.conclusion != "default only":
         sides = [("", comparison.default), ("best_trial.", comparison.winner)]
     for prefix, runs in sides:
         for name, (unit, direction) in METRICS.items():
@@ -266,7 +271,7 @@ def boundary_of(findings: Findings) -> str | None:
     """Where the recommendation stops being the best, one sentence."""
     setup, trial = findings.setup, findings.recommended_trial
     goal, space = setup.goal, setup.space
-    if trial is None:
+    if trial is None or findings.misses_slo:
         return None
     if rows := findings.slo_sweep:
         return boundary.statement(goal, rows, space.default, space.free)

@@ -186,11 +186,23 @@ def attention_here(resolved: ResolvedModel, device: torch.device) -> tuple[str, 
     return tuple(dict.fromkeys(usable))
 
 
+def pilot_workload(workload: Workload, *, fixed: bool) -> Workload:
+    """What the pilot run serves: no more rounds than a trial needs, unless they are fixed."""
+    fewest = FEWEST_ROUNDS * (workload.concurrency or 1)
+    if fixed or workload.concurrency is None or workload.num_requests <= fewest:
+        return workload
+    return replace(workload, num_requests=fewest)
+
+
 def sized(workload: Workload, pilot: Outcome) -> Workload:
-    """The workload with as many requests as take about TRIAL_S, by a run of it."""
+    """The workload with as many requests as take about TRIAL_S, by a run of it.
+
+    Rounds are powers of two: two studies of one question mostly get the same load, although no
+    two pilots take the same time.
+    """
     in_flight = workload.concurrency or 1
     wanted = pilot.num_requests * TRIAL_S / max(pilot.run_s, 1e-3)
-    rounds = max(FEWEST_ROUNDS, round(wanted / in_flight))
+    rounds = 2 ** max(round(math.log2(wanted / in_flight)), int(math.log2(FEWEST_ROUNDS)))
     return replace(workload, num_requests=rounds * in_flight)
 
 

@@ -61,8 +61,7 @@ class MissesSlo:
         allowed = math.floor((1 - self.slo.attainment) * progress.num_requests + 1e-9)
         if self.missed > allowed or self.test.decision == "misses":
             return (
-                f"misses its SLO ({self.slo}): {self.missed} of the first {self.ended} requests "
-                "missed a limit"
+                f"misses its SLO: {self.missed} of the first {self.ended} requests missed a limit"
             )
         return None
 

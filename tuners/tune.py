@@ -16,9 +16,9 @@ from kllm.errors import ConfigError, DataError, KllmError
 from kllm.results.schema import RunResult
 from kllm.results.store import slug
 from kllm.tuners import output
-from kllm.tuners.finish import Comparison, compare
+from kllm.tuners.finish import Comparison, compare, pairs_within, ranked
 from kllm.tuners.interrupt import Interrupt, listening
-from kllm.tuners.outcome import Outcome
+from kllm.tuners.outcome import Outcome, Progress
 from kllm.tuners.sampler import PointSampler
 from kllm.tuners.search import Listener, Search
 from kllm.tuners.setup import (
@@ -26,13 +26,14 @@ from kllm.tuners.setup import (
     Setup,
     calibrated_overhead,
     describe,
+    pilot_workload,
     predictor,
     prepare,
     prior_of,
     sized,
 )
 from kllm.tuners.space import Settings
-from kllm.tuners.stopping import rules_for
+from kllm.tuners.stopping import Stopper, rules_for
 from kllm.tuners.storage import JOURNAL, open_storage, without_password
 from kllm.tuners.study import Trial, newest_study, open_study, stored_identity
 from kllm.tuners.trial import WorkerRunner, memory_limit
@@ -76,6 +77,11 @@ class Tuned:
     comparison: Comparison | None = None
     sentence: str = ""  # why nothing can be recommended
 
+    @property
+    def misses_slo(self) -> bool:
+        """Whether the recommended settings do not meet the SLO, as far as was measured."""
+        return self.comparison is not None and self.comparison.misses_slo(self.setup.goal)
+
 
 class Watcher(Listener):
     """What a user interface is told besides the trials; the base class ignores it."""
@@ -86,8 +92,11 @@ class Watcher(Listener):
     def begun(self, study: str, setup: Setup, trials: int) -> None:
         """The search begins."""
 
-    def comparing(self, done: int, total: int) -> None:
-        """The winner is measured against the default."""
+    def comparing(self, trial: Trial, done: int, total: int) -> None:
+        """A run of the final comparison begins: of a candidate, in turn with the default."""
+
+    def running(self, share: float) -> None:
+        """How much of its output a run has given, in a trial or in the final comparison."""
 
 
 def tune(
@@ -161,6 +170,7 @@ class _Session:
         self.storage = open_storage(options.storage_url)
         self.name = options.study
         self.timeout_s = options.trial_timeout_s
+        self.pilot: Outcome | None = None
         self.search: Search
 
     def open(self) -> None:
@@ -217,17 +227,28 @@ class _Session:
     def _pilot(self) -> Outcome:
         """Run the default settings once: whether they work at all, and how long they take."""
         self.watcher.note("Loading the model and running the default settings once.")
-        outcome = self._run(self.setup.space.default)
+        config = self.setup.space.config(self.setup.space.default)
+        workload = pilot_workload(self.setup.workload, fixed=self.request.num_requests is not None)
+        outcome = self.runner.run(
+            config, workload, rule=Stopper([self._told]), timeout_s=self.timeout_s
+        )
         if outcome.state == "failed":
             raise KllmError(f"the default settings cannot run: {outcome.reason}")
+        self.pilot = outcome
         return outcome
 
     def _run(self, settings: Settings) -> Outcome:
         config = self.setup.space.config(settings)
-        return self.runner.run(config, self.setup.workload, timeout_s=self.timeout_s)
+        rule = Stopper([self._told])
+        return self.runner.run(config, self.setup.workload, rule=rule, timeout_s=self.timeout_s)
+
+    def _told(self, progress: Progress) -> None:
+        self.watcher.running(progress.tick.output_tokens / max(progress.num_output_tokens, 1))
 
     def _measure(self, settings: Settings, best: Trial | None) -> Outcome:
-        rule = rules_for(
+        if (pilot := self._pilot_of(settings)) is not None:
+            return pilot
+        rules = rules_for(
             self.setup.goal,
             concurrency=self.setup.workload.concurrency,
             best=best.outcome if best else None,
@@ -235,7 +256,15 @@ class _Session:
         )
         config = self.setup.space.config(settings)
         workload = self.setup.workload
+        rule = Stopper([self._told, *rules.rules])
         return self.runner.run(config, workload, rule=rule, timeout_s=self.timeout_s)
+
+    def _pilot_of(self, settings: Settings) -> Outcome | None:
+        """The pilot run, once, where it was of these settings and of this load: a trial saved."""
+        pilot, self.pilot = self.pilot, None
+        if pilot is None or dict(settings) != dict(self.setup.space.default):
+            return None
+        return pilot if pilot.num_requests == self.setup.workload.num_requests else None
 
     def feasible_best(self) -> Trial | None:
         """The best complete trial, if it meets the SLO."""
@@ -245,18 +274,20 @@ class _Session:
     def finish(self, ended: str, started_at: datetime, seconds: Callable[[], float]) -> Tuned:
         """Measure the winner again and write everything."""
         setup, trials = self.setup, self.search.trials()
-        best, comparison, sentence = self.feasible_best(), None, ""
-        if best is None:
-            sentence = nothing_meets(setup, trials)
-        else:
+        best, comparison, sentence = None, None, ""
+        if candidates := ranked(setup.goal, trials):
             comparison = compare(
                 setup.goal,
-                best,
+                candidates,
                 setup.space.default,
                 self._run,
+                pairs=self._pairs(candidates[0], trials),
                 progress=self.watcher.comparing,
                 asked_to_stop=lambda: self.interrupt.asked,
             )
+            best = comparison.trial
+        else:
+            sentence = nothing_meets(setup, trials)
         findings = output.Findings(
             study=self.name,
             setup=setup,
@@ -280,6 +311,18 @@ class _Session:
             comparison=comparison,
             sentence=sentence,
         )
+
+    def _pairs(self, winner: Trial, trials: list[Trial]) -> int:
+        """How often the winner and the default are measured again."""
+        default = dict(self.setup.space.default)
+        rival = next((t for t in trials if t.measured and dict(t.settings) == default), winner)
+        return pairs_within(sum(map(_seconds, trials)), _seconds(winner) + _seconds(rival))
+
+
+def _seconds(trial: Trial) -> float:
+    """That a trial took, without loading: the pilot's run may be one."""
+    stored = trial.stored or {}
+    return float(stored.get("warmup_s", 0.0) + stored.get("run_s", 0.0))
 
 
 def default_name(setup: Setup) -> str:

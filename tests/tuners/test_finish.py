@@ -1,11 +1,21 @@
 """The winner is judged by repeats against the default, and its boundary by stored requests."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import pytest
 
 from kllm.tuners import boundary
-from kllm.tuners.finish import PAIRS, Comparison, compare, conclude, verdict
+from kllm.tuners.finish import (
+    MAX_PAIRS,
+    MIN_PAIRS,
+    Comparison,
+    compare,
+    conclude,
+    pairs_within,
+    ranked,
+    verdict,
+)
 from kllm.tuners.importance import importance
 from kllm.tuners.objective import Goal
 from kllm.tuners.outcome import Outcome, measure, to_plain
@@ -83,15 +93,15 @@ def test_both_sides_run_in_turn_with_the_order_reversed() -> None:
         order.append(int(settings["max_batch"]))
         return fake.run(settings)
 
-    found = compare(GOAL, trial(3, max_batch=8), fake.space().default, run, pairs=4)
+    found = compare(GOAL, [trial(3, max_batch=8)], fake.space().default, run, pairs=4)
     assert order == [64, 8, 8, 64, 64, 8, 8, 64]
     assert len(found.winner) == len(found.default) == 4
 
 
 def test_default_as_winner_is_measured_alone() -> None:
-    found = compare(GOAL, trial(0), fake.space().default, fake.run)
+    found = compare(GOAL, [trial(0)], fake.space().default, fake.run)
     assert found.conclusion == "default only"
-    assert len(found.winner) == PAIRS
+    assert len(found.winner) == MIN_PAIRS
 
 
 def test_winner_that_fails_again_is_not_recommended() -> None:
@@ -100,7 +110,7 @@ def test_winner_that_fails_again_is_not_recommended() -> None:
             return Outcome(state="failed", reason="out of device memory")
         return fake.run(settings)
 
-    found = compare(GOAL, trial(3, max_batch=8), fake.space().default, run)
+    found = compare(GOAL, [trial(3, max_batch=8)], fake.space().default, run)
     assert found.conclusion == "unconfirmed"
     assert found.failure == "out of device memory"
 
@@ -144,6 +154,110 @@ def test_verdict_says_when_the_default_misses_the_slo_as_well() -> None:
     goal = Goal.of(["goodput"], "ttft=1s")
     missed = {"attainment": 0.5}
     seen = Comparison(conclusion="unconfirmed", default=(missed,), failure="it misses")
-    assert "the default settings miss" in verdict(goal, seen, "max_batch=4")
+    said = verdict(goal, seen, "max_batch=4")
+    assert said.startswith("Misses its SLO")
+    assert "miss it as well, with 50%" in said
     met = Comparison(conclusion="unconfirmed", default=({"attainment": 1.0},), failure="it misses")
-    assert "the default settings miss" not in verdict(goal, met, "max_batch=4")
+    assert verdict(goal, met, "max_batch=4").startswith("No better than default")
+
+
+class Machine:
+    """Runs of the fake engine, of which some settings miss every limit when measured again."""
+
+    def __init__(self, *slow: int) -> None:
+        self.slow = slow  # values of max_batch
+        self.order: list[int] = []
+
+    def run(self, settings) -> Outcome:
+        self.order.append(int(settings["max_batch"]))
+        outcome = fake.run(settings)
+        if settings["max_batch"] not in self.slow:
+            return outcome
+        late = tuple(row._replace(ttft_s=99.0) for row in outcome.requests)
+        return replace(outcome, requests=late)
+
+
+def test_next_best_takes_the_place_of_a_winner_that_misses_its_slo() -> None:
+    machine = Machine(8)
+    rivals = [trial(3, max_batch=8), trial(4, max_batch=16), trial(5, max_batch=4)]
+    found = compare(GOAL, rivals, fake.space().default, machine.run)
+    assert found.trial is rivals[1]
+    assert found.dropped == (rivals[0],)
+    assert found.conclusion in ("better", "no better")
+    assert machine.order.count(8) == 3  # enough for the median of five
+    assert 4 not in machine.order
+    assert "1 setting that looked better did not hold up" in verdict(GOAL, found, WORDS)
+
+
+def test_candidates_are_bounded_and_the_default_remains() -> None:
+    machine = Machine(1, 2, 4, 8, 16, 64)
+    rivals = [trial(n, max_batch=2**n) for n in range(5)]
+    found = compare(GOAL, rivals, fake.space().default, machine.run)
+    assert found.conclusion == "unconfirmed"
+    assert [t.number for t in found.dropped] == [0, 1, 2]
+    assert found.misses_slo(GOAL)
+    assert machine.order.count(64) == 3  # certain to miss: not measured any more
+    assert "nor did the next best 2" in verdict(GOAL, found, WORDS)
+
+
+def test_default_that_holds_ends_the_row() -> None:
+    machine = Machine(8)
+    rivals = [trial(3, max_batch=8), trial(0), trial(5, max_batch=4)]
+    found = compare(GOAL, rivals, fake.space().default, machine.run)
+    assert found.conclusion == "unconfirmed"
+    assert len(found.default) == MIN_PAIRS
+    assert not found.misses_slo(GOAL)
+    assert 4 not in machine.order
+
+
+def test_default_that_misses_is_not_run_any_more() -> None:
+    machine = Machine(64)
+    found = compare(GOAL, [trial(3, max_batch=8)], fake.space().default, machine.run)
+    assert found.conclusion == "default fails"
+    assert machine.order.count(64) == 3
+    assert len(found.winner) == MIN_PAIRS
+
+
+def test_failed_run_of_the_default_costs_its_pair_and_nothing_else() -> None:
+    calls = {"default": 0}
+
+    def run(settings) -> Outcome:
+        if settings["max_batch"] == 64:
+            calls["default"] += 1
+            if calls["default"] == 2:
+                return Outcome(state="failed", reason="out of device memory")
+        return fake.run(settings)
+
+    found = compare(GOAL, [trial(3, max_batch=8)], fake.space().default, run)
+    assert len(found.winner) == len(found.default) == MIN_PAIRS
+    assert found.judgement is not None
+    assert found.judgement.interval is not None
+
+
+@pytest.mark.parametrize(
+    ("search_s", "pair_s", "pairs"),
+    [(0, 1, MIN_PAIRS), (300, 28, MIN_PAIRS), (320, 10, 8), (9000, 10, MAX_PAIRS)],
+)
+def test_pairs_follow_the_time_of_the_search(search_s: float, pair_s: float, pairs: int) -> None:
+    assert pairs_within(search_s, pair_s) == pairs
+
+
+def test_ranking_leaves_out_what_missed_the_slo() -> None:
+    best, worse = trial(0), trial(1, max_batch=1)
+    missed = replace(best, number=2, metrics={**best.metrics, "attainment": 0.1})
+    fine = [t for t in (worse, missed, best) if t is missed or GOAL.feasible(t.metrics)]
+    order = [t.number for t in ranked(GOAL, fine)]
+    assert 2 not in order
+    assert order[0] == 0
+
+
+def test_progress_counts_every_run() -> None:
+    told: list[tuple[int, int]] = []
+    compare(
+        GOAL,
+        [trial(3, max_batch=8)],
+        fake.space().default,
+        fake.run,
+        progress=lambda trial, done, total: told.append((done, total)),
+    )
+    assert told == [(n, 2 * MIN_PAIRS) for n in range(2 * MIN_PAIRS)]
