@@ -64,6 +64,7 @@ class ParallelConfig:
     pp: int = 1  # pipeline stages
     cp_kind: str = "auto"  # how prefill sees foreign KV; auto: ring where it hides its transfers
     ep_backend: str = "auto"  # dispatch and combine; auto: by what a step's shape allows
+    redundant_experts: int = 0  # second and further copies, of all experts of a layer together
 
     def __post_init__(self) -> None:
         for name in ("tp", "dp", "ep", "cp", "pp"):
@@ -78,6 +79,12 @@ class ParallelConfig:
             raise ConfigError(
                 f"ep {self.ep} does not suit tp {self.tp}, dp {self.dp} and cp {self.cp}: whole "
                 f"experts need an ep that is a multiple of tp and divides tp * dp * cp = {stage}"
+            )
+        _at_least("redundant_experts", self.redundant_experts, 0)
+        if self.redundant_experts and self.ep == 1:
+            raise ConfigError(
+                f"{self.redundant_experts} redundant experts need ranks to lie on, and ep is 1; "
+                "raise ep, or leave redundant_experts at 0"
             )
 
     @property
