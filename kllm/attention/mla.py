@@ -15,7 +15,7 @@ Sources: DeepSeek-V2 (MLA), DeepSeek-V3.2 (DSA); layers that reuse the selection
 layer: GLM-5.2 model card.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -76,6 +76,17 @@ class Selection:
     decodes: Tensor | None  # [decodes, topk] int64 slots; -1: no entry
     chunks: tuple[Tensor | None, ...]  # of each chunk [rows, topk] int32 positions; -1: none
 
+    def tensors(self) -> list[Tensor]:
+        """What another rank needs to have the same selection; see `selection_shapes`."""
+        return [part for part in (self.decodes, *self.chunks) if part is not None]
+
+    @classmethod
+    def received(cls, ctx: ForwardContext, topk: int, tensors: Sequence[Tensor]) -> "Selection":
+        """The selection of the same step whose `tensors` these are."""
+        parts = iter(tensors)
+        decodes = next(parts) if _decodes_select(ctx, topk) else None
+        return cls(topk, decodes, tuple(next(parts) if c.end > topk else None for c in chunks(ctx)))
+
 
 def must_select(ctx: ForwardContext, topk: int) -> bool:
     """Whether any token of the step may see more than `topk` entries."""
@@ -85,10 +96,8 @@ def must_select(ctx: ForwardContext, topk: int) -> bool:
 def select(ctx: ForwardContext, layer: int, index: IndexQuery) -> Selection:
     """The entries that the indexer scores best; the step's index keys must be stored already."""
     decodes = None
-    if ctx.num_decodes:
-        slots = _decode_slots(ctx)
-        if slots.shape[1] > index.topk:
-            decodes = best_slots(ctx, layer, slots, index)
+    if _decodes_select(ctx, index.topk):
+        decodes = best_slots(ctx, layer, _decode_slots(ctx), index)
     parts = tuple(_select_chunk(ctx, layer, chunk, index) for chunk in chunks(ctx))
     return Selection(index.topk, decodes, parts)
 
@@ -96,6 +105,33 @@ def select(ctx: ForwardContext, layer: int, index: IndexQuery) -> Selection:
 def select_all(ctx: ForwardContext, topk: int) -> Selection:
     """What `select` answers where no token sees more than `topk` entries."""
     return Selection(topk, None, (None,) * len(chunks(ctx)))
+
+
+def select_newest(ctx: ForwardContext, topk: int) -> Selection:
+    """The newest entries instead of the best ones: what needs no index keys."""
+    back = torch.arange(topk, device=ctx.positions.device)
+    decodes = None
+    if _decodes_select(ctx, topk):
+        places = ctx.positions[: ctx.num_decodes].unsqueeze(1) - back
+        decodes = _decode_slots(ctx).gather(1, places.clamp_min(0)).masked_fill(places < 0, -1)
+    parts = []
+    for chunk in chunks(ctx):
+        places = _places(chunk, slice(0, chunk.end - chunk.start), back.device) - back
+        parts.append(places.clamp_min(-1).int() if chunk.end > topk else None)
+    return Selection(topk, decodes, tuple(parts))
+
+
+def selection_shapes(ctx: ForwardContext, topk: int) -> list[tuple[tuple[int, int], torch.dtype]]:
+    """Shapes and dtypes of `Selection.tensors` of the step, known on the host."""
+    decodes = _decodes_select(ctx, topk)
+    found = [((ctx.num_decodes, topk), torch.int64)] if decodes else []
+    found += [((c.end - c.start, topk), torch.int32) for c in chunks(ctx) if c.end > topk]
+    return found
+
+
+def _decodes_select(ctx: ForwardContext, topk: int) -> bool:
+    """Whether any decode sees more than `topk` entries."""
+    return bool((ctx.context_lens_host[: ctx.num_decodes] > topk).any())
 
 
 def attend(

@@ -6,8 +6,8 @@ and byte counts, loading, random weights and the cost model all derive from the 
 and the config; nothing is allocated to count.
 """
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Protocol
 
@@ -99,6 +99,75 @@ class Groups:
         return cls(one, one, one, one, one, one)
 
 
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """The layers of one pipeline rank, by their index in the model.
+
+    The first stage has the embedding, the last one the final norm, the lm head and the MTP head.
+    """
+
+    start: int
+    stop: int
+    count: int  # layers of the model
+
+    @classmethod
+    def split(cls, count: int, stages: int) -> "tuple[Stage, ...]":
+        """`count` layers in `stages` runs of equal length; the first ones may have one more.
+
+        The last stage is not among the longer ones, because the lm head is its work too.
+
+        Raises:
+            ConfigError: when a stage would have no layer.
+        """
+        if stages > count:
+            raise ConfigError(
+                f"pp {stages} leaves pipeline stages empty: the model has {count} layers; use a "
+                f"pp of at most {count}"
+            )
+        each, more = divmod(count, stages)
+        bounds = [each * i + min(i, more) for i in range(stages + 1)]
+        return tuple(cls(bounds[i], bounds[i + 1], count) for i in range(stages))
+
+    @classmethod
+    def of(cls, count: int, pp: Communicator) -> "Stage":
+        """This rank's stage of a model of `count` layers.
+
+        Raises:
+            ConfigError: when a stage would have no layer.
+        """
+        return cls.split(count, pp.size)[pp.rank]
+
+    @property
+    def first(self) -> bool:
+        """Whether the stage begins with token ids."""
+        return self.start == 0
+
+    @property
+    def last(self) -> bool:
+        """Whether the stage ends with what `CausalLM.logits` reads."""
+        return self.stop == self.count
+
+    @property
+    def layers(self) -> range:
+        """The stage's layers."""
+        return range(self.start, self.stop)
+
+    def cache(self, spec: CacheSpec) -> CacheSpec:
+        """The part of a model's spec that the stage stores; an MTP layer is the last stage's.
+
+        States of which the stage has no layer stay, so that all stages agree on page sizes.
+        """
+
+        def own(layers: tuple[int, ...]) -> tuple[int, ...]:
+            return tuple(i for i in layers if i in self.layers or (self.last and i >= self.count))
+
+        return replace(
+            spec,
+            paged=tuple(replace(state, layers=own(state.layers)) for state in spec.paged),
+            rings=tuple(replace(ring, layers=own(ring.layers)) for ring in spec.rings),
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkShape:
     """What a step costs, for floors and the cost model. Counts are of one rank.
@@ -118,26 +187,53 @@ class WorkShape:
 
 
 class CausalLM(nn.Module):
-    """A network of one family on one rank.
+    """A network of one family on one rank: the layers of its pipeline stage.
 
-    Subclasses set `config` and `cache_spec` and implement `forward` and `logits`. `forward` returns
-    the state after the last layer, as `logits` and the MTP head read it: [T, ...].
+    Subclasses set `config`, `stage` and `cache_spec` (the stage's) and implement `forward` and
+    `logits`. Parameters have the same names whatever the stage: layers keep the model's index.
     """
 
     config: Any
+    stage: Stage
     cache_spec: CacheSpec
     capturable: bool = True  # whether a CUDA graph can hold a step of single tokens
 
     def prepare(self, ctx: ForwardContext) -> None:
         """Plan the step's kernels on the host, before `forward` and outside captured graphs."""
 
-    def forward(self, ctx: ForwardContext) -> Tensor:
-        """Run the step's tokens through all layers, reading and writing KV."""
+    def forward(self, ctx: ForwardContext, received: Sequence[Tensor] = ()) -> Tensor:
+        """Run the step's tokens through the stage's layers, reading and writing KV.
+
+        Args:
+            received: what the stage before sent, its `boundary`; the first stage takes nothing.
+
+        Returns:
+            [T, ...]: of the last stage, the state as `logits` and the MTP head read it; of
+            another, the state as the next layer reads it.
+        """
         raise NotImplementedError
 
     def logits(self, state: Tensor) -> Tensor:
-        """Logits [S, V] float32 of rows [S, ...] taken from what `forward` returned."""
+        """Logits [S, V] float32 of rows [S, ...] of what `forward` returned on the last stage."""
         raise NotImplementedError
+
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """Shape of a token's state between layers."""
+        return (self.config.hidden_size,)
+
+    def boundary(self, ctx: ForwardContext, state: Tensor) -> list[Tensor]:
+        """What the next stage has to receive, given what `forward` returned for the step."""
+        return [state.contiguous()]
+
+    def boundary_shapes(self, ctx: ForwardContext) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of each tensor of the stage before's `boundary`, known on the host."""
+        return [((ctx.num_tokens, *self.state_shape), ctx.pool.compute_dtype)]
+
+    def stand_in(self, ctx: ForwardContext) -> list[Tensor]:
+        """Plausible values in place of the stage before's `boundary`, where it is not there."""
+        ((shape, dtype),) = CausalLM.boundary_shapes(self, ctx)
+        return [torch.randn(shape, dtype=dtype, device=ctx.token_ids.device)]
 
     def freeze(self) -> None:
         """Called once when all weights are in place: rearrange them for this device."""

@@ -4,7 +4,7 @@ Sources: the DeepSeek-V4 technical report and model cards; mHC (Xie et al. 2026)
 deepseek_v4_config, deepseek_v4_checkpoint and deepseek_v4_layers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +18,7 @@ from kllm.layers.embedding import VocabEmbedding, VocabHead
 from kllm.layers.hyper_connection import HyperHead
 from kllm.layers.linear import Linear
 from kllm.layers.norm import RMSNorm
-from kllm.models.base import CausalLM, Groups, WorkShape
+from kllm.models.base import CausalLM, Groups, Stage, WorkShape
 from kllm.models.deepseek_v4_checkpoint import manifest
 from kllm.models.deepseek_v4_config import (
     DeepseekV4Config,
@@ -202,27 +202,42 @@ class MTPHead(nn.Module):
 
 
 class DeepseekV4ForCausalLM(CausalLM):
-    """The whole network on one rank."""
+    """The network on one rank. With the MTP head the last stage has the embedding too."""
 
     def __init__(self, config: DeepseekV4Config, groups: Groups, mtp: bool = False) -> None:
         super().__init__()
         self.config = config
-        self.cache_spec = cache_spec(config, mtp)
-        self.embed = VocabEmbedding(config.vocab_size, config.hidden_size, groups.vocab)
-        self.layers = nn.ModuleList(
-            DeepseekV4Layer(config, kind, i < config.num_hash_layers, i, groups)
-            for i, kind in enumerate(config.layer_kinds)
-        )
+        self.stage = stage = Stage.of(config.num_hidden_layers, groups.pp)
+        self.cache_spec = stage.cache(cache_spec(config, mtp))
+        if stage.first or (stage.last and mtp):
+            self.embed = VocabEmbedding(config.vocab_size, config.hidden_size, groups.vocab)
+        self.layers = nn.ModuleDict()
+        for i in stage.layers:
+            kind, hashed = config.layer_kinds[i], i < config.num_hash_layers
+            self.layers[str(i)] = DeepseekV4Layer(config, kind, hashed, i, groups)
+        self.mtp: MTPHead | None = None
+        if not stage.last:
+            return
         self.hc_head = HyperHead(config.streams)
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.head = VocabHead(config.hidden_size, config.vocab_size, groups.vocab)
-        self.mtp = MTPHead(config, groups) if mtp else None
+        if mtp:
+            self.mtp = MTPHead(config, groups)
 
-    def forward(self, ctx: ForwardContext) -> Tensor:
-        """The streams [T, N, hidden] after the last layer."""
-        x = self.embed(ctx.token_ids)
-        streams: Tensor = x.unsqueeze(1).expand(-1, self.config.hc_mult, -1)
-        for layer in self.layers:
+    @property
+    def state_shape(self) -> tuple[int, ...]:
+        """All streams of a token."""
+        return self.config.hc_mult, self.config.hidden_size
+
+    def forward(self, ctx: ForwardContext, received: Sequence[Tensor] = ()) -> Tensor:
+        """The streams [T, N, hidden] after the stage's last layer."""
+        streams: Tensor
+        if received:
+            streams = received[0]
+        else:
+            x = self.embed(ctx.token_ids)
+            streams = x.unsqueeze(1).expand(-1, self.config.hc_mult, -1)
+        for layer in self.layers.values():
             streams = layer(streams, ctx.token_ids, ctx)
         return streams
 

@@ -6,28 +6,30 @@ a layer before them. Parts live in glm_moe_dsa_config, glm_moe_dsa_checkpoint an
 glm_moe_dsa_layers.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from kllm.attention.context import ForwardContext
-from kllm.attention.mla import INDEX_KEY, LATENT
+from kllm.attention.mla import INDEX_KEY, LATENT, Selection, select_newest, selection_shapes
 from kllm.cache.spec import CacheSpec, PagedState
 from kllm.errors import ConfigError
 from kllm.layers.embedding import VocabEmbedding, VocabHead
 from kllm.layers.linear import Linear
 from kllm.layers.norm import RMSNorm
-from kllm.models.base import CausalLM, Groups, WorkShape
+from kllm.models.base import CausalLM, Groups, Stage, WorkShape
 from kllm.models.glm_moe_dsa_checkpoint import manifest
 from kllm.models.glm_moe_dsa_config import (
     FULL,
+    SHARED,
     GlmMoeDsaConfig,
+    IndexerConfig,
     read_config,
     scaled_config,
     tiny_config,
 )
-from kllm.models.glm_moe_dsa_layers import GlmMoeDsaLayer
+from kllm.models.glm_moe_dsa_layers import SELECTION, GlmMoeDsaLayer
 from kllm.quant.entry import EntryFormat
 
 __all__ = [
@@ -139,30 +141,68 @@ class MTPHead(nn.Module):
 
 
 class GlmMoeDsaForCausalLM(CausalLM):
-    """The whole network on one rank."""
+    """The network on one rank. With the MTP head the last stage has the embedding too.
+
+    Where a stage begins with layers that share a selection, that is received with the state.
+    """
 
     def __init__(self, config: GlmMoeDsaConfig, groups: Groups, mtp: bool = False) -> None:
         super().__init__()
         self.config = config
-        self.cache_spec = cache_spec(config, mtp)
-        self.embed = VocabEmbedding(config.vocab_size, config.hidden_size, groups.vocab)
-        kinds = zip(config.indexer_types, config.sparse_mlp, strict=True)
-        self.layers = nn.ModuleList(
-            GlmMoeDsaLayer(config, indexer_type, sparse, i, groups)
-            for i, (indexer_type, sparse) in enumerate(kinds)
-        )
+        self.stage = stage = Stage.of(config.num_hidden_layers, groups.pp)
+        self.cache_spec = stage.cache(cache_spec(config, mtp))
+        if stage.first or (stage.last and mtp):
+            self.embed = VocabEmbedding(config.vocab_size, config.hidden_size, groups.vocab)
+        self.layers = nn.ModuleDict()
+        for i in stage.layers:
+            indexer_type, sparse = config.indexer_types[i], config.sparse_mlp[i]
+            self.layers[str(i)] = GlmMoeDsaLayer(config, indexer_type, sparse, i, groups)
+        self.mtp: MTPHead | None = None
+        if not stage.last:
+            return
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.head = VocabHead(config.hidden_size, config.vocab_size, groups.vocab)
-        self.mtp = MTPHead(config, groups) if mtp else None
+        if mtp:
+            self.mtp = MTPHead(config, groups)
 
-    def forward(self, ctx: ForwardContext) -> Tensor:
-        """[T, hidden] after the final norm, as both the lm head and the MTP head read it."""
-        x: Tensor = self.embed(ctx.token_ids)
+    def forward(self, ctx: ForwardContext, received: Sequence[Tensor] = ()) -> Tensor:
+        """[T, hidden]: of the last stage after the final norm, as lm head and MTP head read it."""
+        x: Tensor = received[0] if received else self.embed(ctx.token_ids)
+        if indexer := self._shared_at(self.stage.start):
+            ctx.shared[SELECTION] = Selection.received(ctx, indexer.topk, received[1:])
         delta: Tensor | None = None
-        for layer in self.layers:
+        for layer in self.layers.values():
             x, delta = layer(x, delta, ctx)
-        assert delta is not None  # there is at least one layer
-        return self.norm.add(delta, x)[0]
+        assert delta is not None  # a stage has at least one layer
+        return self.norm.add(delta, x)[0] if self.stage.last else x + delta
+
+    def _shared_at(self, layer: int) -> IndexerConfig | None:
+        """The indexer whose selection a stage that begins with `layer` has to be sent, if any."""
+        if not 0 < layer < self.stage.count or self.config.indexer_types[layer] != SHARED:
+            return None
+        indexer: IndexerConfig | None = self.config.indexer
+        return indexer
+
+    def boundary(self, ctx: ForwardContext, state: Tensor) -> list[Tensor]:
+        """The state, and the selection if the next layer shares it."""
+        sent = super().boundary(ctx, state)
+        if self._shared_at(self.stage.stop):
+            sent += ctx.shared[SELECTION].tensors()
+        return sent
+
+    def boundary_shapes(self, ctx: ForwardContext) -> list[tuple[tuple[int, ...], torch.dtype]]:
+        """The state's, and the selection's if the stage's first layer shares it."""
+        shapes = super().boundary_shapes(ctx)
+        if indexer := self._shared_at(self.stage.start):
+            shapes += selection_shapes(ctx, indexer.topk)
+        return shapes
+
+    def stand_in(self, ctx: ForwardContext) -> list[Tensor]:
+        """A random state, and the newest entries in place of selected ones."""
+        values = super().stand_in(ctx)
+        if indexer := self._shared_at(self.stage.start):
+            values += select_newest(ctx, indexer.topk).tensors()
+        return values
 
     def logits(self, state: Tensor) -> Tensor:
         """[S, hidden] -> [S, V] float32."""

@@ -4,7 +4,7 @@ Source: Touvron et al. 2023 (Llama), Grattafiori et al. 2024 (Llama 3, its frequ
 Queries, keys and values are one matrix, gate and up another: fewer, larger products.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from kllm.layers.linear import ColumnLinear, Linear, RowLinear, shard_size
 from kllm.layers.mlp import GatedMLP
 from kllm.layers.norm import RMSNorm
 from kllm.layers.rotary import Llama3Scaling, Rotary
-from kllm.models.base import CausalLM, CheckpointTensor, Groups, WorkShape
+from kllm.models.base import CausalLM, CheckpointTensor, Groups, Stage, WorkShape
 from kllm.models.hf_config import ConfigReader
 from kllm.quant.entry import EntryFormat
 
@@ -259,19 +259,24 @@ class LlamaLayer(nn.Module):
 
 
 class LlamaForCausalLM(CausalLM):
-    """The whole network on one rank."""
+    """The network on one rank.
+
+    With tied embeddings a last stage that is not the first one has a copy of the embedding.
+    """
 
     def __init__(self, config: LlamaConfig, groups: Groups) -> None:
         super().__init__()
         self.config = config
-        self.cache_spec = shard_heads(cache_spec(config), groups.attn.size)
+        self.stage = stage = Stage.of(config.num_hidden_layers, groups.pp)
+        self.cache_spec = stage.cache(shard_heads(cache_spec(config), groups.attn.size))
         self.query_heads = config.num_attention_heads // groups.attn.size
         self.attention: AttentionBackend = ATTENTION["torch"](self.query_heads)
         self.rotary = config.rotary
-        self.embed = VocabEmbedding(config.vocab_size, config.hidden_size, groups.vocab)
-        self.layers = nn.ModuleList(
-            LlamaLayer(config, i, groups) for i in range(config.num_hidden_layers)
-        )
+        if stage.first or (stage.last and config.tie_word_embeddings):
+            self.embed = VocabEmbedding(config.vocab_size, config.hidden_size, groups.vocab)
+        self.layers = nn.ModuleDict({str(i): LlamaLayer(config, i, groups) for i in stage.layers})
+        if not stage.last:
+            return
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.head = VocabHead(config.hidden_size, config.vocab_size, groups.vocab)
         if config.tie_word_embeddings:
@@ -287,18 +292,19 @@ class LlamaForCausalLM(CausalLM):
         """Plan the step's attention."""
         self.attention.prepare(ctx)
 
-    def forward(self, ctx: ForwardContext) -> Tensor:
-        """[T, hidden] after the last layer, not normed."""
+    def forward(self, ctx: ForwardContext, received: Sequence[Tensor] = ()) -> Tensor:
+        """[T, hidden] after the stage's last layer, not normed."""
         rope = self.rotary.tables(ctx)
-        x: Tensor = self.embed(ctx.token_ids)
+        x: Tensor = received[0] if received else self.embed(ctx.token_ids)
         delta: Tensor | None = None
-        for layer in self.layers:
+        for layer in self.layers.values():
             x, delta = layer(x, delta, ctx, rope, self.attention)
-        return x if delta is None else x + delta
+        assert delta is not None  # a stage has at least one layer
+        return x + delta
 
     def use_attention(self, name: str, kv_dtype: str) -> None:
         """Attend through this entry of `ATTENTION`, or the best one here for "auto"."""
-        device = self.embed.weight.device
+        device = next(self.parameters()).device
         name = resolve_attention(name, device, self.config.head_dim, kv_dtype)
         self.attention = ATTENTION[name](self.query_heads)
         self.capturable = name != "torch"  # which reads lengths and block tables on the host

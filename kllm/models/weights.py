@@ -61,12 +61,15 @@ def fill(
 ) -> None:
     """Fill the tensors of `model` in place; MTP tensors only where the model has the head.
 
+    Nothing is read of the layers of other pipeline stages.
+
     Raises:
         DataError: when tensors are missing, have other shapes than the config asks for, or
             cannot be read; the message names them.
     """
     targets = model.state_dict(keep_vars=True)
-    wanted = {t.name: t for t in manifest if t.target in targets or not t.mtp}
+    absent = groups.pp.size > 1  # whether other stages have what this one lacks
+    wanted = {t.name: t for t in manifest if t.target in targets or not (t.mtp or absent)}
     stored = source.names()
     _require(wanted, set(stored))
     extra = set(stored) - {n for t in wanted.values() for n in (t.name, scale_name(t))}

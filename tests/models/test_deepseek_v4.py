@@ -104,7 +104,7 @@ def test_fp8_kv_attention_is_close_to_float32(layer: int, tmp_path: Path) -> Non
     """One attention layer, in norm. Selection and routing are left out: they are discrete, so
     that in a random model a small error can flip them and become a large one."""
     write_checkpoint(tmp_path, {**TINY, "index_topk": 64}, seed=0)
-    attention = load_ours(tmp_path).layers[layer].attn
+    attention = load_ours(tmp_path).layers[str(layer)].attn
     x = torch.randn(90, 64, generator=torch.Generator().manual_seed(1))
     outs = []
     for kv_dtype in ("float32", "fp8"):
@@ -146,7 +146,7 @@ def test_random_model_routes_tokens_to_distinct_experts() -> None:
     model = deepseek_v4.build(config, Groups.single())
     fill_random(model, deepseek_v4, seed=0)
     for layer in range(config.num_hash_layers):
-        table = model.layers[layer].ffn.router.tid2eid
+        table = model.layers[str(layer)].ffn.router.tid2eid
         assert ((table >= 0) & (table < config.n_routed_experts)).all()
         assert (table.sort(dim=1).values.diff(dim=1) > 0).all()
     logits = Harness(model).run(PROMPT, [40, 1, 1])

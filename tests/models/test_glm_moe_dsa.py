@@ -119,7 +119,7 @@ def test_decode_step_looks_at_no_value_on_the_host(model_type: str) -> None:
     with meta:
         bare = glm_moe_dsa.build(config, Groups.single())
     x = torch.empty(3, config.hidden_size, device=meta)
-    for layer in bare.layers:
+    for layer in bare.layers.values():
         x = layer.attn(x, ctx)
     assert x.shape == (3, config.hidden_size)
 
@@ -138,7 +138,7 @@ def test_fp8_kv_attention_is_close_to_float32(tmp_path: Path) -> None:
     """One attention layer, in norm, without selection: that is discrete, so that in a random
     model a small error can flip it and become a large one."""
     write_checkpoint(tmp_path, {**GLM, "index_topk": 64})
-    attention = load_ours(tmp_path).layers[0].attn
+    attention = load_ours(tmp_path).layers["0"].attn
     x = torch.randn(41, 64, generator=torch.Generator().manual_seed(1))
     outs = []
     for kv_dtype in ("float32", "fp8"):

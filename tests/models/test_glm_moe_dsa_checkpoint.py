@@ -147,5 +147,5 @@ def test_tensor_parallel_ranks_hold_halves_of_the_heads(tmp_path: Path) -> None:
         assert model.cache_spec == whole.cache_spec
         driven = Harness(model)
         ctx = ForwardContext.from_plan(driven.plan({0: PROMPT})[1], driven.pool, x.device)
-        outs.append(model.layers[0].attn(x, ctx))
+        outs.append(model.layers["0"].attn(x, ctx))
     torch.testing.assert_close(outs[1] + outs[2], outs[0], rtol=0, atol=1e-5)

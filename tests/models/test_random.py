@@ -50,7 +50,7 @@ def test_a_family_fills_its_special_tensors_itself() -> None:
     model = llama.build(llama.tiny_config(), Groups.single())
     fill_random(model, Special, 0)
     assert torch.equal(model.norm.weight, torch.full_like(model.norm.weight, 7))
-    assert model.layers[0].attn_norm.weight.unique().tolist() == [1]
+    assert model.layers["0"].attn_norm.weight.unique().tolist() == [1]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
