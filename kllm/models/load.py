@@ -5,8 +5,8 @@
 """
 
 import json
+from collections.abc import Iterable
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,9 @@ from kllm.models.base import (
 from kllm.models.devices import choose_device, choose_dtype, free_bytes
 from kllm.models.gguf import GGUFFile, packaged_smollm2
 from kllm.models.random import fill_random
+from kllm.models.shape import collect_weights
 from kllm.models.weights import SafetensorsFolder, fill
+from kllm.parallel.footprint import BEHIND, weight_bytes
 
 # Share of free device memory that `auto` gives to weights; the rest is for KV and activations.
 WEIGHT_SHARE = 0.9
@@ -202,17 +204,16 @@ def largest_scale(
     return f"layers:{low}"
 
 
-def rank_bytes(tensors: Any, parallel: ParallelConfig, dtype: str, mtp: bool = False) -> int:
-    """Bytes of one rank's weights once loaded (quantised ones are dequantised)."""
-    size = torch.finfo(getattr(torch, dtype)).bits // 8
-    return sum(_rank_parameters(t, parallel) * size for t in tensors if mtp or not t.mtp)
+def rank_bytes(
+    tensors: Iterable[CheckpointTensor], parallel: ParallelConfig, dtype: str, mtp: bool = False
+) -> int:
+    """Bytes of one rank's weights once loaded (quantised ones are dequantised).
 
-
-def _rank_parameters(tensor: CheckpointTensor, parallel: ParallelConfig) -> int:
-    total = prod(tensor.shape)
-    if tensor.expert is not None:
-        return total // parallel.ep
-    return total // parallel.tp if tensor.split else total
+    With a pipeline: of the stage that has the most.
+    """
+    weights = collect_weights(tensors, mtp=mtp)
+    layers = 1 + max((w.layer for w in weights if w.layer < BEHIND), default=0)
+    return max(weight_bytes(weights, parallel, dtype, layers=max(1, layers)))
 
 
 def _locate(config: EngineConfig) -> tuple[str, Path | None, dict[str, Any]]:

@@ -1,13 +1,132 @@
-"""Where the ranks of a layout stand, and which of them form a group. No torch.
+"""Layouts: their text form, where their ranks stand, and which of them a model allows. No torch.
 
 Ranks are numbered with tensor parallelism innermost: neighbours exchange the most.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from math import gcd
 
 from kllm.config import ParallelConfig
+from kllm.errors import ConfigError
 
 Groups = tuple[tuple[int, ...], ...]
+DEGREES = ("tp", "dp", "ep", "cp", "pp")
+
+
+def parse(text: str) -> ParallelConfig:
+    """A layout from text such as "tp=2,dp=4,ep=8" or "cp=4,cp_kind=ring".
+
+    Raises:
+        ConfigError: for anything that is no layout.
+    """
+    known = [field.name for field in fields(ParallelConfig)]
+    found: dict[str, str | int] = {}
+    for part in text.split(","):
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or key not in known:
+            raise ConfigError(
+                f"layout '{text}' cannot be read at '{part.strip()}'; give degrees as in "
+                f"tp=2,dp=4,ep=8 (known: {', '.join(known)})"
+            )
+        if key in found:
+            raise ConfigError(f"layout '{text}' names {key} twice; give it once")
+        if key in DEGREES and not value.isdecimal():
+            raise ConfigError(
+                f"layout '{text}' needs a whole number of at least 1 for {key}, got '{value}'"
+            )
+        found[key] = int(value) if key in DEGREES else value.replace("-", "_")
+    return ParallelConfig(**found)  # type: ignore[arg-type]  # ParallelConfig checks the values
+
+
+def short_name(layout: ParallelConfig) -> str:
+    """The degrees above 1 as people write them: "dp4·tp2+ep8", "cp4 ring", "1 rank"."""
+    kind = "" if layout.cp_kind == "auto" else " " + layout.cp_kind.replace("_", "-")
+    parts = [
+        f"{axis}{getattr(layout, axis)}{kind if axis == 'cp' else ''}"
+        for axis in ("pp", "dp", "cp", "tp")
+        if getattr(layout, axis) > 1
+    ]
+    experts = f"+ep{layout.ep}" if layout.ep > 1 else ""
+    return "·".join(parts) + experts if parts else "1 rank"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dimensions:
+    """What of a model a layout cuts."""
+
+    layers: int
+    cuts: tuple[tuple[str, int], ...]  # (what, how many): tensor parallelism divides each
+    experts: int = 0  # routed experts of a layer; 0: a dense model
+    expert_columns: int = 0  # hidden features of one expert
+
+
+def problem(dims: Dimensions, layout: ParallelConfig, redundant_experts: int = 0) -> str | None:
+    """Why a model cannot run in a layout, in one sentence; None: it can."""
+    cuts = dict(dims.cuts)
+    if dims.experts and layout.ep == 1:
+        cuts["expert columns"] = dims.expert_columns
+    for what, count in cuts.items():
+        if count % layout.tp:
+            tps = ", ".join(str(n) for n in _divisors(gcd(*cuts.values())))
+            return f"tp {layout.tp} does not divide the {count} {what}; use a tp of {tps}"
+    if layout.ep > 1 and not dims.experts:
+        return f"ep {layout.ep} has nothing to spread: the model has no experts; use an ep of 1"
+    physical = dims.experts + redundant_experts
+    if layout.ep > 1 and physical % layout.ep:
+        copies = f" with {redundant_experts} redundant ones" if redundant_experts else ""
+        return (
+            f"ep {layout.ep} does not divide the {physical} experts{copies}; use an ep that does, "
+            f"or {-physical % layout.ep} more redundant experts"
+        )
+    if layout.pp > dims.layers:
+        return (
+            f"pp {layout.pp} leaves pipeline stages empty: the model has {dims.layers} layers; "
+            f"use a pp of at most {dims.layers}"
+        )
+    return None
+
+
+def check(dims: Dimensions, layout: ParallelConfig, redundant_experts: int = 0) -> None:
+    """Check that a model can run in a layout.
+
+    Raises:
+        ConfigError: when it cannot.
+    """
+    why = problem(dims, layout, redundant_experts)
+    if why is not None:
+        raise ConfigError(why)
+
+
+def layouts(dims: Dimensions, world: int) -> tuple[ParallelConfig, ...]:
+    """All layouts of `world` ranks that a model allows, by both kinds of context parallelism."""
+    found = (layout for layout in _all_layouts(world) if problem(dims, layout) is None)
+    return tuple(found)
+
+
+def _all_layouts(world: int) -> Iterator[ParallelConfig]:
+    for pp in _divisors(world):
+        stage = world // pp
+        for cp in _divisors(stage):
+            for tp in _divisors(stage // cp):
+                spreads = {1, *(ep for ep in _divisors(stage) if ep % tp == 0)}
+                for ep in sorted(spreads):
+                    for kind in ("ring", "all_gather") if cp > 1 else ("auto",):
+                        dp = stage // cp // tp
+                        yield ParallelConfig(tp=tp, dp=dp, ep=ep, cp=cp, pp=pp, cp_kind=kind)
+
+
+def _divisors(number: int) -> list[int]:
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def stage_bounds(layers: int, stages: int) -> tuple[int, ...]:
+    """First layers of the pipeline stages, and the end: the first ones may have one more.
+
+    The last stage is not among the longer ones, because the lm head is its work too.
+    """
+    each, more = divmod(layers, stages)
+    return tuple(each * i + min(i, more) for i in range(stages + 1))
 
 
 @dataclass(frozen=True, slots=True)

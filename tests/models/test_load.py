@@ -175,7 +175,7 @@ def test_ranks_hold_their_share_of_split_tensors_and_whole_experts() -> None:
         yield CheckpointTensor(name="expert", expert=3, **common)
         yield CheckpointTensor(name="draft", mtp=True, **common)
 
-    layout = ParallelConfig(tp=2, ep=4)
+    layout = ParallelConfig(tp=2, dp=2, ep=4)
     assert rank_bytes(tensors(), ParallelConfig(), "bfloat16") == 3 * 64
     assert rank_bytes(tensors(), layout, "bfloat16") == 64 + 32 + 16
     assert rank_bytes(tensors(), layout, "float32", mtp=True) == 2 * (64 + 32 + 16 + 64)

@@ -1,0 +1,302 @@
+"""When a context-parallel ring hides its transfers, and when gathering is the faster way.
+
+N ranks share T new tokens of a prompt behind P cached ones. On a ring each rank keeps the queries
+of its T/N rows and passes on blocks of (T+P)/N tokens: a step computes on one block while the next
+arrives. Gathering moves the entries of the T new tokens at once (the P cached ones are on every
+rank), and nothing is computed meanwhile.
+
+With H query heads, G KV heads, head size D, e bytes an element, C operations and B bytes a second:
+
+    compute of a step   4 (T/N) ((T+P)/N) H D / C      half of it under a causal mask without P
+    pass-KV sends       2 ((T+P)/N) G D e              hidden when T/N >= C G e / (2 H B)
+    pass-Q sends        (T/N) H D e                    hidden when (T+P)/N >= C e / (4 B)
+
+Sources: Liu et al. 2023 (Ring Attention); Yang et al. 2024 (arXiv 2411.01783), pass-KV and pass-Q.
+For latent, sparse and compressed attention the same is worked out from what a pair of query and
+entry costs (`Phase`). Times are floors at the stated rates: fidelity "modelled".
+"""
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from kllm.parallel.link import Link, all_gather_bytes
+
+RING, ALL_GATHER = "ring", "all_gather"
+GRID = 8  # points a doubling when a range is searched for crossings
+BISECTIONS = 40
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Phase:
+    """One pass of attention over the entries of a prompt. Unsplit; operations are FLOPs.
+
+    `pair_flops` is paid for each query row and visible entry, `pick_flops` for each row and entry
+    that it has selected (at most `picks`), `entry_flops` once for each entry on each rank.
+    """
+
+    name: str
+    channels: int  # of an entry: what travels
+    tokens_per_entry: int = 1
+    pair_flops: float = 0.0
+    pick_flops: float = 0.0
+    picks: int = 0
+    entry_flops: float = 0.0
+    split_entries: bool = False  # whether TP cuts the entries by heads
+    split_work: bool = True  # whether TP cuts the work by heads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionShape:
+    """The attention of some layers: phases run one after the other, each a round of the ring.
+
+    Where `other_form` is set it has equal results, and each chunk takes the cheaper of the two.
+    """
+
+    name: str
+    layers: tuple[int, ...]
+    phases: tuple[Phase, ...]
+    other_form: Phase | None = None  # of the last phase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """What a chunk runs on."""
+
+    ranks: int  # N, context-parallel
+    flops: float  # C: operations a second that the block kernel reaches
+    link: Link
+    tp: int = 1
+    element_bytes: float = 2.0  # of an entry on its way
+    call_s: float = 0.0  # what one more kernel call costs: launch and merge
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Chunk:
+    """Tokens of a prompt that run in one step."""
+
+    new: int  # T
+    cached: int = 0  # P
+
+    @property
+    def visible(self) -> float:
+        """Share of all (row, token) pairs that the causal mask leaves: 1/2 without a prefix."""
+        return (self.cached + self.new / 2) / (self.cached + self.new)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Times:
+    """Floors of one or more layers' attention over one or more chunks, in seconds."""
+
+    ring: float = 0.0
+    all_gather: float = 0.0
+    compute: float = 0.0  # of either
+    ring_transfer: float = 0.0  # what the ring has under way, hidden or not
+
+    def __add__(self, other: "Times") -> "Times":
+        return Times(
+            ring=self.ring + other.ring,
+            all_gather=self.all_gather + other.all_gather,
+            compute=self.compute + other.compute,
+            ring_transfer=self.ring_transfer + other.ring_transfer,
+        )
+
+    def times(self, count: int) -> "Times":
+        """`count` times as long."""
+        return Times(
+            ring=self.ring * count,
+            all_gather=self.all_gather * count,
+            compute=self.compute * count,
+            ring_transfer=self.ring_transfer * count,
+        )
+
+    @property
+    def best(self) -> str:
+        """The kind that takes less time; the ring on a tie, because it needs less memory."""
+        return RING if self.ring <= self.all_gather else ALL_GATHER
+
+
+def pass_kv_rows(
+    *,
+    heads: int,
+    kv_heads: int,
+    flops: float,
+    bytes_per_s: float,
+    element_bytes: float = 2.0,
+    visible: float = 1.0,
+) -> float:
+    """New tokens a rank (T/N) from which pass-KV is hidden: C G e / (2 H B visible)."""
+    return flops * kv_heads * element_bytes / (2 * heads * bytes_per_s * visible)
+
+
+def pass_q_tokens(
+    *, flops: float, bytes_per_s: float, element_bytes: float = 2.0, visible: float = 1.0
+) -> float:
+    """Tokens of a block ((T+P)/N) from which pass-Q is hidden: C e / (4 B visible).
+
+    Partial outputs still have to travel back to the ranks that own the rows.
+    """
+    return flops * element_bytes / (4 * bytes_per_s * visible)
+
+
+def pass_kv_sends_less(chunk: Chunk, *, heads: int, kv_heads: int) -> bool:
+    """Whether pass-KV sends fewer bytes than pass-Q: T / (T+P) > 2 G / H."""
+    return chunk.new / (chunk.new + chunk.cached) > 2 * kv_heads / heads
+
+
+def hiding_rows(
+    phase: Phase, *, block_tokens: float, setting: Setting, visible: float = 1.0
+) -> float:
+    """New tokens a rank (T/N) from which a ring step of `phase` hides its transfer.
+
+    Solves compute(T/N) >= latency + bytes / B for blocks of (T+P)/N = `block_tokens` tokens. For a
+    phase without selection and expansion the block length cancels (latency aside).
+
+    Returns:
+        0 when expanding the entries alone takes as long; infinity when rows add no work.
+    """
+    split = setting.tp if phase.split_work else 1
+    entries = block_tokens / phase.tokens_per_entry
+    wanted = setting.link.seconds(_entry_bytes(phase, setting) * entries) * setting.flops
+    wanted -= entries * phase.entry_flops / split
+    row = _row_flops(phase, entries * setting.ranks, visible) / setting.ranks / split
+    if wanted <= 0:
+        return 0.0
+    return wanted / row if row else math.inf
+
+
+def hiding_bandwidth(phase: Phase, chunk: Chunk, setting: Setting) -> float:
+    """Bytes a second from which a ring step of `phase` hides its transfer; latency as the link's.
+
+    Returns:
+        Infinity when latency alone takes as long as the step's computation.
+    """
+    compute, entries = _block(phase, chunk, setting)
+    left = compute - setting.link.latency_s
+    return _entry_bytes(phase, setting) * entries / left if left > 0 else math.inf
+
+
+def predict(attention: AttentionShape, chunk: Chunk, setting: Setting) -> Times:
+    """Both kinds' time of one layer's attention on one chunk."""
+    *first, last = attention.phases
+    forms = [last] if attention.other_form is None else [last, attention.other_form]
+    # The cheaper form of all ranks' blocks together, as a chunk's attention chooses it.
+    cheaper = min(forms, key=lambda form: _block(form, chunk, setting)[0])
+    return sum((_phase_times(phase, chunk, setting) for phase in (*first, cheaper)), Times())
+
+
+def predict_prompt(
+    attention: tuple[AttentionShape, ...],
+    setting: Setting,
+    *,
+    tokens: int,
+    chunk_tokens: int | None = None,
+    cached: int = 0,
+) -> Times:
+    """Both kinds' time of all layers' attention on a prompt.
+
+    Args:
+        tokens: new ones.
+        chunk_tokens: of a step; None: all in one.
+        cached: tokens of a prefix that is already there.
+    """
+    total = Times()
+    for chunk in chunks(tokens, chunk_tokens or tokens, cached):
+        for kind in attention:
+            total += predict(kind, chunk, setting).times(len(kind.layers))
+    return total
+
+
+def chunks(tokens: int, chunk_tokens: int, cached: int = 0) -> Iterator[Chunk]:
+    """The steps of a prompt."""
+    for start in range(0, tokens, chunk_tokens):
+        yield Chunk(new=min(chunk_tokens, tokens - start), cached=cached + start)
+
+
+def choose_cp_kind(
+    attention: tuple[AttentionShape, ...],
+    setting: Setting,
+    *,
+    tokens: int,
+    chunk_tokens: int | None = None,
+    cached: int = 0,
+) -> str:
+    """The kind of context parallelism with less predicted time. Arguments as `predict_prompt`."""
+    times = predict_prompt(
+        attention, setting, tokens=tokens, chunk_tokens=chunk_tokens, cached=cached
+    )
+    return times.best
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """Where the kind that takes less time changes."""
+
+    at: float
+    below: str
+    above: str
+
+
+def crossings(times: Callable[[float], Times], low: float, high: float) -> tuple[Crossing, ...]:
+    """Where in [low, high] the better kind changes as a variable grows.
+
+    Args:
+        times: of the variable: prompt tokens, bytes a second, ...
+
+    Returns:
+        All changes that a grid of GRID points a doubling can tell apart, each refined.
+    """
+    points = max(2, math.ceil(math.log2(high / low) * GRID) + 1)
+    grid = [low * (high / low) ** (i / (points - 1)) for i in range(points)]
+    bests = [times(x).best for x in grid]
+    found = []
+    for i in range(points - 1):
+        if bests[i] == bests[i + 1]:
+            continue
+        a, b = grid[i], grid[i + 1]
+        for _ in range(BISECTIONS):
+            middle = (a + b) / 2
+            a, b = (middle, b) if times(middle).best == bests[i] else (a, middle)
+        found.append(Crossing(b, bests[i], bests[i + 1]))
+    return tuple(found)
+
+
+def _phase_times(phase: Phase, chunk: Chunk, setting: Setting) -> Times:
+    """Floors of one round.
+
+    Ring: N steps of computing and N - 1 transfers, each beside a step. All-gather: one transfer,
+    then the same computation in one call.
+    """
+    n = setting.ranks
+    compute, entries = _block(phase, chunk, setting)
+    size = _entry_bytes(phase, setting)
+    hop = setting.link.seconds(size * entries) if n > 1 else 0.0
+    step = compute + setting.call_s
+    gathered = all_gather_bytes(1, n) * size * chunk.new / phase.tokens_per_entry
+    gather = setting.link.seconds(gathered) if n > 1 else 0.0
+    return Times(
+        ring=(n - 1) * max(step, hop) + step,
+        all_gather=gather + n * compute + setting.call_s,
+        compute=n * compute,
+        ring_transfer=(n - 1) * hop,
+    )
+
+
+def _block(phase: Phase, chunk: Chunk, setting: Setting) -> tuple[float, float]:
+    """(seconds of computing on one block, its entries)."""
+    n = setting.ranks
+    split = setting.tp if phase.split_work else 1
+    entries = (chunk.new + chunk.cached) / phase.tokens_per_entry
+    rows = chunk.new / n
+    flops = rows * _row_flops(phase, entries, chunk.visible) + entries * phase.entry_flops
+    return flops / n / split / setting.flops, entries / n
+
+
+def _row_flops(phase: Phase, entries: float, visible: float) -> float:
+    """Operations of one query row on all entries of the prompt so far."""
+    picks = min(phase.picks, entries * visible)
+    return entries * visible * phase.pair_flops + picks * phase.pick_flops
+
+
+def _entry_bytes(phase: Phase, setting: Setting) -> float:
+    return phase.channels * setting.element_bytes / (setting.tp if phase.split_entries else 1)
