@@ -5,6 +5,8 @@ tokens from a ring, and entries that summarise groups of tokens, from pages. CSA
 entries its indexer scores best, HCA to all visible ones. One softmax runs over both sets.
 """
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
@@ -18,15 +20,26 @@ from kllm.attention.indexing import (
     stored_keys,
     visible_slots,
 )
+from kllm.attention.ring import (
+    RingPiece,
+    Shards,
+    find_shards,
+    ring_context,
+    travelling,
+    unpack_part,
+)
+from kllm.attention.ring_selection import part_of, select_travelling
 from kllm.attention.rings import (
     Chunk,
     Tails,
     chunks,
     gather_tails,
+    prompts,
     read_older,
     window_slots,
     write_ring,
 )
+from kllm.kernels import SoftmaxState
 
 WINDOW = "window"  # the ring state of the newest keys
 BLOCK_BYTES = 1 << 28  # bounds index lists and scores of long prefills
@@ -60,11 +73,17 @@ def attend(
     # What later steps will read, rounded alike: results do not depend on the chunk size.
     kv = ctx.pool.unpack(WINDOW, ctx.pool.pack(WINDOW, kv))
     tails = gather_tails(ctx, WINDOW, layer, kv, window - 1)
-    out = torch.empty_like(q)
-    for chunk in chunks(ctx):
-        near = _near(ctx, layer, chunk, kv, window, tails)
-        out[chunk.rows] = _attend_chunk(ctx, layer, chunk, q, near, sink, window, kind, index)
+    near = [_near(ctx, layer, chunk, kv, window, tails) for chunk in chunks(ctx)]
     write_ring(ctx, WINDOW, layer, kv, tails)
+    if kind and ring_context(ctx):
+        out = _attend_travelling(ctx, layer, q, near, sink, window, kind, index)
+    else:
+        out = torch.empty_like(q)
+        keys = iter(near)
+        for runs in prompts(ctx):
+            entries = _read_entries(ctx, layer, runs[-1], kind, index) if kind else None
+            for run in runs:
+                out[run.rows] = _attend_chunk(run, q, next(keys), sink, window, entries, index)
     if ctx.num_decodes:
         count = slice(0, ctx.num_decodes)
         length = ctx.pool.rings(WINDOW, layer).shape[1]
@@ -87,42 +106,125 @@ def _near(
     return torch.cat((older, kv[chunk.rows]))
 
 
-def _attend_chunk(
+def _window_rows(chunk: Chunk, rows: slice, near: Tensor, window: int) -> Tensor:
+    """[rows, window] int64: which of a chunk's near keys some of its tokens see; -1: none."""
+    kept = len(near) - (chunk.end - chunk.start)
+    places = torch.arange(rows.start, rows.stop, device=near.device).unsqueeze(1)
+    back = torch.arange(window - 1, -1, -1, device=near.device)
+    return (places + kept - back).clamp_min(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class _Entries:
+    """The entries of one request, as far as its chunks see them."""
+
+    ratio: int
+    values: Tensor  # [n, D]
+    keys: Tensor | None  # [n, index dim]; None: nothing is selected
+
+    def seen(self, chunk: Chunk, rows: slice, index: IndexQuery | None) -> tuple[Tensor, Tensor]:
+        """What some tokens of a chunk attend to, as a segment for `kernels.sparse_attention`."""
+        device, count = self.values.device, chunk.end // self.ratio
+        places = torch.arange(rows.start, rows.stop, device=device).unsqueeze(1)
+        visible = (places + (chunk.start + 1)) // self.ratio
+        if index and self.keys is not None and count > index.topk:
+            own = slice(chunk.rows.start + rows.start, chunk.rows.start + rows.stop)
+            scores = kernels.index_scores(index.q[own], index.weights[own], self.keys[:count])
+            return self.values, best_entries(scores, visible, index.topk)
+        every = torch.arange(count, device=device)
+        return self.values, torch.where(every < visible, every, -1)
+
+
+def _read_entries(
     ctx: ForwardContext,
     layer: int,
+    last: Chunk,
+    kind: Compression,
+    index: IndexQuery | None,
+) -> _Entries:
+    """The entries that the last chunk of a request sees; this rank has all of them."""
+    count = last.end // kind.ratio
+    slots = request_slots(ctx, last.request, 0, count, kind.ratio)
+    keys = None
+    if index and count > index.topk:
+        keys = ctx.pool.read(index.state, layer, slots).squeeze(1)
+    return _Entries(kind.ratio, ctx.pool.read(kind.state, layer, slots).squeeze(1), keys)
+
+
+def _attend_chunk(
     chunk: Chunk,
     q: Tensor,
     near: Tensor,
     sink: Tensor,
     window: int,
-    kind: Compression | None,
+    entries: _Entries | None,
     index: IndexQuery | None,
 ) -> Tensor:
     """Attention of one chunk, in blocks of queries: [rows of the chunk, H, D]."""
-    device = q.device
-    kept = len(near) - (chunk.end - chunk.start)
-    count = chunk.end // kind.ratio if kind else 0
-    entries = keys = None
-    if kind and count:
-        slots = request_slots(ctx, chunk.request, 0, count, kind.ratio)
-        entries = ctx.pool.read(kind.state, layer, slots).squeeze(1)  # [count, D]
-        if index and count > index.topk:
-            keys = ctx.pool.read(index.state, layer, slots).squeeze(1)
-    back = torch.arange(window - 1, -1, -1, device=device)
     out = torch.empty_like(q[chunk.rows])
+    count = chunk.end // entries.ratio if entries else 0
     block = max(16, BLOCK_BYTES // (16 * (count + window)))
     for start in range(0, len(out), block):
-        stop = min(start + block, len(out))
-        rows = slice(chunk.rows.start + start, chunk.rows.start + stop)
-        places = torch.arange(start, stop, device=device).unsqueeze(1)
-        segments = [(near, (places + kept - back).clamp_min(-1))]
-        if kind and entries is not None:
-            visible = (places + (chunk.start + 1)) // kind.ratio
-            if index and keys is not None:
-                scores = kernels.index_scores(index.q[rows], index.weights[rows], keys)
-                segments.append((entries, best_entries(scores, visible, index.topk)))
-            else:
-                every = torch.arange(count, device=device)
-                segments.append((entries, torch.where(every < visible, every, -1)))
-        out[start:stop] = kernels.sparse_attention(q[rows], segments, q.shape[2] ** -0.5, sink)
+        rows = slice(start, min(start + block, len(out)))
+        segments = [(near, _window_rows(chunk, rows, near, window))]
+        if entries and count:
+            segments.append(entries.seen(chunk, rows, index))
+        queries = q[chunk.rows][rows]
+        out[rows] = kernels.sparse_attention(queries, segments, q.shape[2] ** -0.5, sink)
     return out
+
+
+def _attend_travelling(
+    ctx: ForwardContext,
+    layer: int,
+    q: Tensor,
+    near: list[Tensor],
+    sink: Tensor,
+    window: int,
+    kind: Compression,
+    index: IndexQuery | None,
+) -> Tensor:
+    """Attention of the chunks where entries lie on all ranks: [T, H, D], zeros for decodes.
+
+    The softmax starts with the window, whose keys are here, and takes in the entries of one rank
+    after the other. Called on all ranks of the group, also on those without chunks.
+    """
+    scale = q.shape[2] ** -0.5
+    state = SoftmaxState.empty(*q.shape, q.device)
+    for chunk, keys in zip(chunks(ctx), near, strict=True):
+        idx = _window_rows(chunk, slice(0, chunk.end - chunk.start), keys, window)
+        part = state.rows(chunk.rows)
+        kernels.sparse_block_attention(part, q[chunk.rows], keys, idx, scale)
+    shards = find_shards(ctx, kind.ratio)
+    if len(shards.slots):  # some rank has an entry; the same on all ranks
+        chosen = select_travelling(ctx, layer, shards, index) if index else None
+        for source, block in travelling(ctx, kind.state, layer, shards):
+            for i, piece in enumerate(shards.pieces):
+                ids = chosen[i] if chosen else None
+                _add_entries(ctx, state, q, kind, shards, piece, source, block, ids)
+    return kernels.finish_softmax(state, q.dtype, sink)
+
+
+def _add_entries(
+    ctx: ForwardContext,
+    state: SoftmaxState,
+    q: Tensor,
+    kind: Compression,
+    shards: Shards,
+    piece: RingPiece,
+    source: int,
+    block: Tensor,
+    ids: Tensor | None,
+) -> None:
+    """Add the entries of a piece's request that came from one rank; `ids`: only these."""
+    spans = shards.spans(piece, source)
+    if not spans:
+        return
+    scale = q.shape[2] ** -0.5
+    part, queries = state.rows(piece.rows), q[piece.rows]
+    entries = unpack_part(ctx.pool, kind.state, block[piece.parts[source]])  # [s, 1, D]
+    if ids is None:
+        kernels.block_attention(part, queries, entries, entries, spans, scale)
+    else:
+        idx = part_of(shards, ids, source)
+        kernels.sparse_block_attention(part, queries, entries.squeeze(1), idx, scale)

@@ -11,6 +11,7 @@ stretches, is gathered over the group (`gather_tails`).
 """
 
 from dataclasses import dataclass
+from itertools import groupby
 
 import numpy as np
 import torch
@@ -80,6 +81,12 @@ def chunks(ctx: ForwardContext) -> list[Chunk]:
     return found
 
 
+def prompts(ctx: ForwardContext) -> list[list[Chunk]]:
+    """The chunks of each prompt, in order: one, or the stretches of a group's piece."""
+    found = groupby(chunks(ctx), key=lambda c: (c.piece, c.request if c.piece < 0 else 0))
+    return [list(stretches) for _, stretches in found]
+
+
 def gather_tails(
     ctx: ForwardContext, name: str, layer: int, rows: Tensor, reach: int
 ) -> Tails | None:
@@ -135,9 +142,8 @@ def _shared(stripes: Stripes, piece: Piece, length: int, reach: int) -> NDArray[
     """Positions of a piece that other ranks need: the newest ones, and those before a seam."""
     wanted = np.zeros(piece.end - piece.start, np.bool_)
     wanted[-length:] = True
-    for seam in range(
-        (piece.start // stripes.tokens + 1) * stripes.tokens, piece.end, stripes.tokens
-    ):
+    first = (piece.start // stripes.tokens + 1) * stripes.tokens
+    for seam in range(first, piece.end, stripes.tokens):
         last = seam - piece.start
         wanted[max(0, last - reach) : last] = True
     return np.flatnonzero(wanted) + piece.start

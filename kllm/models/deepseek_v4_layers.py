@@ -11,6 +11,7 @@ from kllm import kernels
 from kllm.attention.compressed import attend
 from kllm.attention.compressor import Compression, finished_groups, pool_step
 from kllm.attention.context import ForwardContext
+from kllm.attention.gathered import store_entries
 from kllm.attention.indexing import IndexQuery
 from kllm.layers.hyper_connection import HyperConnection
 from kllm.layers.linear import ColumnLinear, Linear, RowLinear, shard_size
@@ -51,11 +52,11 @@ class Compressor(nn.Module):
         rows = kernels.linear_fp32(x, self.wkv_gate.weight)  # [T, 2 width]: values, gates
         rows[:, width:] += self.ape[ctx.positions % ratio]
         pooled = pool_step(ctx, layer, self.kind, rows)
-        if not len(pooled):  # no token ends a group
-            return
-        entries = rotate_last(self.norm(pooled), self._tables(ctx))
+        entries = pooled.unsqueeze(1)  # [G, 1, dim]
+        if len(pooled):  # some token ends a group
+            entries = rotate_last(self.norm(pooled), self._tables(ctx)).unsqueeze(1)
         slots = finished_groups(ctx, ratio).slots
-        ctx.pool.write(self.kind.state, layer, slots, entries.unsqueeze(1))
+        store_entries(ctx, self.kind.state, layer, slots, entries, ratio)
 
     def _tables(self, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the finished groups, the same in all layers of a step."""
