@@ -1,11 +1,12 @@
 """A model as the layout algebra sees it: plain numbers from manifest, cache spec and config."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from kllm.cache.spec import CacheSpec
+from kllm.attention.mla import INDEX_KEY, LATENT
+from kllm.cache.spec import PagedState, RingState
 from kllm.models.base import STORED_BITS, CheckpointTensor, Family
 from kllm.models.deepseek_v4_config import DeepseekV4Config
 from kllm.models.glm_moe_dsa_config import DENSE, FULL, SHARED, GlmMoeDsaConfig
@@ -14,6 +15,8 @@ from kllm.parallel.footprint import BEHIND, EMBEDDING, ModelShape, RequestState,
 from kllm.parallel.layout import Dimensions
 from kllm.parallel.overlap import AttentionShape, Phase
 from kllm.quant.entry import DTYPE_BYTES
+
+Entries = Mapping[str, Mapping[str, float]]  # bytes of an entry by state and KV dtype
 
 KV_DTYPES = (*DTYPE_BYTES, "fp8")
 # Ends of the names of parameters that the networks keep in float32 whatever the run dtype.
@@ -27,22 +30,28 @@ def model_shape(family: Family, config: Any, *, mtp: bool = False) -> ModelShape
     """The shape of a model; nothing is allocated."""
     weights = collect_weights(family.manifest(config), mtp=mtp)
     spec = family.cache_spec(config, mtp)
-    tokens, requests = _states(spec)
+    entries = {state.name: _entry_bytes(state) for state in spec.paged}
     common: dict[str, Any] = {
         "weights": weights,
-        "token_states": tokens,
-        "request_states": requests,
+        "token_states": tuple(map(_token_state, spec.paged)),
+        "request_states": (),
+        "page_granule": spec.page_granule,
         "hidden": config.hidden_size,
         "vocabulary": config.vocab_size,
         "expert_layers": _layers_of(weights, "experts"),
         "ffn_layers": _layers_of(weights, "ffn"),
     }
     if isinstance(config, LlamaConfig):
-        return _llama(config, common)
+        return _llama(config, entries, common)
     if isinstance(config, GlmMoeDsaConfig):
-        return _glm(config, common)
+        return _glm(config, entries, common)
     assert isinstance(config, DeepseekV4Config)
-    return _deepseek_v4(config, common)
+    kinds = (config.compression("csa"), config.compression("hca"), config.index_compression)
+    reach = {kind.tail: kind.overlap * kind.ratio for kind in kinds if kind}
+    common["request_states"] = tuple(
+        _request_state(ring, reach.get(ring.name, ring.window - 1)) for ring in spec.rings
+    )
+    return _deepseek_v4(config, entries, common)
 
 
 def collect_weights(
@@ -54,9 +63,10 @@ def collect_weights(
         # A draft head uses the backbone's tables.
         if (mtp or not tensor.mtp) and tensor.target not in DRAFT_TABLES:
             counts[_weights(tensor)] += 1
-    untied = any(w.part == "vocab" and w.layer == BEHIND for w in counts)
+    # The embedding is read on the last stage by a draft head, or as a tied lm head.
+    last = mtp or not any(w.part == "vocab" and w.layer == BEHIND for w in counts)
     return tuple(
-        replace(w, count=count, both_ends=w.layer == EMBEDDING and not untied)
+        replace(w, count=count, both_ends=w.layer == EMBEDDING and last)
         for w, count in counts.items()
     )
 
@@ -101,34 +111,37 @@ def _layers_of(weights: tuple[Weights, ...], part: str) -> tuple[int, ...]:
     return tuple(sorted(with_part - {BEHIND}))
 
 
-def _states(spec: CacheSpec) -> tuple[tuple[TokenState, ...], tuple[RequestState, ...]]:
-    def one(nbytes: float, layers: tuple[int, ...]) -> float:
-        return nbytes / len(layers) if layers else 0.0
-
-    tokens = tuple(
-        TokenState(
-            name=s.name,
-            layers=s.layers,
-            bytes_per_token={dtype: one(s.bytes_per_token(dtype), s.layers) for dtype in KV_DTYPES},
-            split=s.head_shards,
-        )
-        for s in spec.paged
+def _token_state(state: PagedState) -> TokenState:
+    return TokenState(
+        name=state.name,
+        layers=state.layers,
+        bytes_per_token={
+            dtype: nbytes / state.tokens_per_entry for dtype, nbytes in _entry_bytes(state).items()
+        },
+        split=state.head_shards,
     )
-    requests = tuple(
-        RequestState(
-            name=r.name,
-            layers=r.layers,
-            nbytes={dtype: int(one(r.bytes_per_request(dtype), r.layers)) for dtype in KV_DTYPES},
-        )
-        for r in spec.rings
+
+
+def _request_state(ring: RingState, reach: int) -> RequestState:
+    return RequestState(
+        name=ring.name,
+        layers=ring.layers,
+        row_bytes={
+            dtype: ring.entry.nbytes(dtype) if ring.entry else 4 * ring.width for dtype in KV_DTYPES
+        },
+        window=ring.window,
+        reach=reach,
     )
-    return tokens, requests
 
 
-def _llama(c: LlamaConfig, common: dict[str, Any]) -> ModelShape:
+def _entry_bytes(state: PagedState) -> dict[str, float]:
+    return {dtype: float(state.heads * state.entry.nbytes(dtype)) for dtype in KV_DTYPES}
+
+
+def _llama(c: LlamaConfig, entries: Entries, common: dict[str, Any]) -> ModelShape:
     keys = Phase(
         name="keys and values",
-        channels=2 * c.num_key_value_heads * c.head_dim,
+        entry_bytes=entries["kv"],
         pair_flops=4.0 * c.num_attention_heads * c.head_dim,
         split_entries=True,
     )
@@ -150,7 +163,7 @@ def _llama(c: LlamaConfig, common: dict[str, Any]) -> ModelShape:
     )
 
 
-def _glm(c: GlmMoeDsaConfig, common: dict[str, Any]) -> ModelShape:
+def _glm(c: GlmMoeDsaConfig, entries: Entries, common: dict[str, Any]) -> ModelShape:
     cuts = [("attention heads", c.num_attention_heads)]
     if not all(c.sparse_mlp):
         cuts.append(("FFN columns", c.intermediate_size))
@@ -164,7 +177,7 @@ def _glm(c: GlmMoeDsaConfig, common: dict[str, Any]) -> ModelShape:
             experts=c.n_routed_experts,
             expert_columns=c.moe_intermediate_size,
         ),
-        attention=_latent_attention(c),
+        attention=_latent_attention(c, entries),
         streams=1,
         experts_per_token=c.num_experts_per_tok,
         selected=c.indexer.topk if c.indexer else 0,
@@ -173,16 +186,16 @@ def _glm(c: GlmMoeDsaConfig, common: dict[str, Any]) -> ModelShape:
     )
 
 
-def _latent_attention(c: GlmMoeDsaConfig) -> tuple[AttentionShape, ...]:
+def _latent_attention(c: GlmMoeDsaConfig, entries: Entries) -> tuple[AttentionShape, ...]:
     """MLA: the latent's heads absorbed, or expanded on each rank; DSA: an indexer, then latents."""
     heads, latent = c.num_attention_heads, c.kv_lora_rank
     absorbed = 2.0 * heads * (c.entry_width + latent)
     expanded = 2.0 * heads * (c.qk_head_dim + c.v_head_dim)
     expanding = 2.0 * heads * (c.qk_nope_head_dim + c.v_head_dim) * latent
-    dense = Phase(name="latents", channels=c.entry_width, pair_flops=absorbed)
+    dense = Phase(name="latents", entry_bytes=entries[LATENT], pair_flops=absorbed)
     form = Phase(
         name="latents, expanded",
-        channels=c.entry_width,
+        entry_bytes=entries[LATENT],
         pair_flops=expanded,
         entry_flops=expanding,
     )
@@ -192,13 +205,13 @@ def _latent_attention(c: GlmMoeDsaConfig) -> tuple[AttentionShape, ...]:
         )
     index = Phase(
         name="index keys",
-        channels=c.indexer.head_dim,
+        entry_bytes=entries[INDEX_KEY],
         pair_flops=2.0 * c.indexer.heads * c.indexer.head_dim,
         split_work=False,
     )
     chosen = Phase(
         name="selected latents",
-        channels=c.entry_width,
+        entry_bytes=entries[LATENT],
         pick_flops=absorbed,
         picks=c.indexer.topk,
     )
@@ -209,24 +222,24 @@ def _latent_attention(c: GlmMoeDsaConfig) -> tuple[AttentionShape, ...]:
     return tuple(kind for kind in found if kind.layers)
 
 
-def _deepseek_v4(c: DeepseekV4Config, common: dict[str, Any]) -> ModelShape:
+def _deepseek_v4(c: DeepseekV4Config, entries: Entries, common: dict[str, Any]) -> ModelShape:
     attend = 4.0 * c.num_attention_heads * c.head_dim  # an entry is key and value
     index = Phase(
         name="index keys",
-        channels=c.index_head_dim,
+        entry_bytes=entries[c.index_compression.state],
         tokens_per_entry=c.csa_ratio,
         pair_flops=2.0 * c.index_n_heads * c.index_head_dim,
         split_work=False,
     )
     chosen = Phase(
         name="selected entries",
-        channels=c.head_dim,
+        entry_bytes=entries["csa"],
         tokens_per_entry=c.csa_ratio,
         pick_flops=attend,
         picks=c.index_topk,
     )
     every = Phase(
-        name="entries", channels=c.head_dim, tokens_per_entry=c.hca_ratio, pair_flops=attend
+        name="entries", entry_bytes=entries["hca"], tokens_per_entry=c.hca_ratio, pair_flops=attend
     )
     found = (
         AttentionShape(name="CSA", layers=c.layers_of("csa"), phases=(index, chosen)),

@@ -62,11 +62,13 @@ class TokenState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestState:
-    """What some layers keep for every running request, however long it is."""
+    """The newest rows that some layers keep of every running request, however long it is."""
 
     name: str
     layers: tuple[int, ...]
-    nbytes: Mapping[str, int]  # of one layer, by KV dtype
+    row_bytes: Mapping[str, int]  # of one layer, by KV dtype
+    window: int  # rows
+    reach: int  # rows before a token that its layer reads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +82,7 @@ class ModelShape:
     attention: tuple[AttentionShape, ...]
     hidden: int
     streams: int  # copies of the hidden state that travel between layers
+    page_granule: int  # tokens; pages are whole multiples
     vocabulary: int
     experts_per_token: int
     expert_layers: tuple[int, ...]
@@ -103,7 +106,7 @@ def weight_bytes(
     dtype: str,
     *,
     layers: int,
-    redundant_share: float = 0.0,
+    experts: int = 0,
     stage_wide: frozenset[str] = frozenset(),
 ) -> tuple[int, ...]:
     """Bytes of one rank's weights, of each pipeline stage.
@@ -111,7 +114,7 @@ def weight_bytes(
     Args:
         dtype: of the loaded weights, or STORED.
         layers: of the model.
-        redundant_share: redundant experts for each routed one, where ep > 1.
+        experts: routed ones of a layer; needed where the layout has redundant ones.
         stage_wide: parts of "ffn" and "vocab" cut over all ranks of a stage and not over tp only,
             as engines do that leave tensor parallelism on for them under request-DP.
     """
@@ -121,7 +124,8 @@ def weight_bytes(
     for w in weights:
         ways = stage_ranks if w.part in stage_wide else layout.tp
         if w.part == "experts" and layout.ep > 1:
-            held = w.count * (1 + redundant_share) / layout.ep * w.nbytes(dtype, 1)
+            slots = 1 + (layout.redundant_experts / experts if layout.redundant_experts else 0)
+            held = w.count * slots / layout.ep * w.nbytes(dtype, 1)
         else:
             held = w.count * w.nbytes(dtype, ways)
         layer = min(max(w.layer, 0), layers - 1)
@@ -138,18 +142,16 @@ def footprint(
     *,
     dtype: str,
     kv_dtype: str,
-    redundant_experts: int = 0,
     stage_wide: frozenset[str] = frozenset(),
 ) -> tuple[StageFootprint, ...]:
     """What a rank holds, for each pipeline stage. Arguments as `weight_bytes`."""
     layers = model.dims.layers
-    share = redundant_experts / model.dims.experts if model.dims.experts else 0.0
     weights = weight_bytes(
         model.weights,
         layout,
         dtype,
         layers=layers,
-        redundant_share=share,
+        experts=model.dims.experts,
         stage_wide=stage_wide,
     )
     bounds = stage_bounds(layers, layout.pp)
@@ -166,7 +168,7 @@ def footprint(
                     for s in model.token_states
                 ),
                 state_bytes_per_request=sum(
-                    _held(s.layers, bounds[i], end) * s.nbytes[kv_dtype]
+                    _held(s.layers, bounds[i], end) * s.window * s.row_bytes[kv_dtype]
                     for s in model.request_states
                 ),
             )
@@ -210,7 +212,6 @@ def capacity(
     kv_dtype: str,
     reserve_bytes: float = 0.0,
     requests: int = 0,
-    redundant_experts: int = 0,
     stage_wide: frozenset[str] = frozenset(),
 ) -> Capacity:
     """KV capacity of a layout: dp cp (f M - r - w - n s) / b, by the stage that holds the least.
@@ -218,7 +219,7 @@ def capacity(
     Args:
         memory_bytes: M, of each device.
         fraction: f, share of it for weights and KV; the rest is for activations.
-        dtype, redundant_experts, stage_wide: as `weight_bytes`.
+        dtype, stage_wide: as `weight_bytes`.
         reserve_bytes: r, kept free besides.
         requests: n, running on each rank, whose constant state is set aside.
     """
@@ -227,7 +228,6 @@ def capacity(
         layout,
         dtype=dtype,
         kv_dtype=kv_dtype,
-        redundant_experts=redundant_experts,
         stage_wide=stage_wide,
     )
     budget = fraction * memory_bytes - reserve_bytes

@@ -12,6 +12,7 @@ from kllm.errors import ConfigError
 
 Groups = tuple[tuple[int, ...], ...]
 DEGREES = ("tp", "dp", "ep", "cp", "pp")
+COUNTS = (*DEGREES, "redundant_experts")
 
 
 def parse(text: str) -> ParallelConfig:
@@ -31,11 +32,9 @@ def parse(text: str) -> ParallelConfig:
             )
         if key in found:
             raise ConfigError(f"layout '{text}' names {key} twice; give it once")
-        if key in DEGREES and not value.isdecimal():
-            raise ConfigError(
-                f"layout '{text}' needs a whole number of at least 1 for {key}, got '{value}'"
-            )
-        found[key] = int(value) if key in DEGREES else value.replace("-", "_")
+        if key in COUNTS and not value.isdecimal():
+            raise ConfigError(f"layout '{text}' needs a whole number for {key}, got '{value}'")
+        found[key] = int(value) if key in COUNTS else value.replace("-", "_")
     return ParallelConfig(**found)  # type: ignore[arg-type]  # ParallelConfig checks the values
 
 
@@ -61,7 +60,7 @@ class Dimensions:
     expert_columns: int = 0  # hidden features of one expert
 
 
-def problem(dims: Dimensions, layout: ParallelConfig, redundant_experts: int = 0) -> str | None:
+def problem(dims: Dimensions, layout: ParallelConfig) -> str | None:
     """Why a model cannot run in a layout, in one sentence; None: it can."""
     cuts = dict(dims.cuts)
     if dims.experts and layout.ep == 1:
@@ -72,12 +71,17 @@ def problem(dims: Dimensions, layout: ParallelConfig, redundant_experts: int = 0
             return f"tp {layout.tp} does not divide the {count} {what}; use a tp of {tps}"
     if layout.ep > 1 and not dims.experts:
         return f"ep {layout.ep} has nothing to spread: the model has no experts; use an ep of 1"
-    physical = dims.experts + redundant_experts
-    if layout.ep > 1 and physical % layout.ep:
-        copies = f" with {redundant_experts} redundant ones" if redundant_experts else ""
+    slots, copies = dims.experts + layout.redundant_experts, layout.redundant_experts
+    if layout.ep > 1 and slots % layout.ep:
         return (
-            f"ep {layout.ep} does not divide the {physical} experts{copies}; use an ep that does, "
-            f"or {-physical % layout.ep} more redundant experts"
+            f"ep {layout.ep} does not divide the {slots} experts"
+            + (f" ({copies} of them redundant)" if copies else "")
+            + f"; use an ep that does, or redundant_experts={copies - slots % -layout.ep}"
+        )
+    if slots > dims.experts * layout.ep:
+        return (
+            f"{copies} redundant experts are more than ep {layout.ep} has room for: a rank holds "
+            f"an expert once; use at most {dims.experts * (layout.ep - 1)}"
         )
     if layout.pp > dims.layers:
         return (
@@ -87,13 +91,13 @@ def problem(dims: Dimensions, layout: ParallelConfig, redundant_experts: int = 0
     return None
 
 
-def check(dims: Dimensions, layout: ParallelConfig, redundant_experts: int = 0) -> None:
+def check(dims: Dimensions, layout: ParallelConfig) -> None:
     """Check that a model can run in a layout.
 
     Raises:
         ConfigError: when it cannot.
     """
-    why = problem(dims, layout, redundant_experts)
+    why = problem(dims, layout)
     if why is not None:
         raise ConfigError(why)
 

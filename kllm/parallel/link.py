@@ -62,16 +62,16 @@ def parse_link(text: str) -> Link:
         ) from None
 
 
-def all_reduce_bytes(nbytes: int, ranks: int) -> float:
+def all_reduce_bytes(nbytes: float, ranks: int) -> float:
     """Bytes a rank sends to sum `nbytes` over the ranks: 2 (n - 1) / n of them."""
     return 2 * all_gather_bytes(nbytes, ranks)
 
 
-def all_gather_bytes(nbytes: int, ranks: int) -> float:
+def all_gather_bytes(nbytes: float, ranks: int) -> float:
     """Bytes a rank sends to gather `nbytes` in all: (n - 1) / n of them."""
     return nbytes * (ranks - 1) / ranks
 
 
-def reduce_scatter_bytes(nbytes: int, ranks: int) -> float:
+def reduce_scatter_bytes(nbytes: float, ranks: int) -> float:
     """Bytes a rank sends to sum `nbytes` and keep its part: (n - 1) / n of them."""
     return all_gather_bytes(nbytes, ranks)

@@ -17,7 +17,7 @@ entry costs (`Phase`). Times are floors at the stated rates: fidelity "modelled"
 """
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from kllm.parallel.link import Link, all_gather_bytes
@@ -36,7 +36,7 @@ class Phase:
     """
 
     name: str
-    channels: int  # of an entry: what travels
+    entry_bytes: Mapping[str, float]  # of one entry, as it is stored and travels, by KV dtype
     tokens_per_entry: int = 1
     pair_flops: float = 0.0
     pick_flops: float = 0.0
@@ -67,7 +67,7 @@ class Setting:
     flops: float  # C: operations a second that the block kernel reaches
     link: Link
     tp: int = 1
-    element_bytes: float = 2.0  # of an entry on its way
+    kv_dtype: str = "bfloat16"  # of the entries: they travel as they are stored
     call_s: float = 0.0  # what one more kernel call costs: launch and merge
 
 
@@ -299,4 +299,4 @@ def _row_flops(phase: Phase, entries: float, visible: float) -> float:
 
 
 def _entry_bytes(phase: Phase, setting: Setting) -> float:
-    return phase.channels * setting.element_bytes / (setting.tp if phase.split_entries else 1)
+    return phase.entry_bytes[setting.kv_dtype] / (setting.tp if phase.split_entries else 1)
