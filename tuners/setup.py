@@ -211,12 +211,13 @@ Predict = Callable[[Settings], Prediction]
 
 def predictor(setup: Setup, ceilings: hardware.Ceilings, *, overhead_s: float = 0.0) -> Predict:
     """The cost model's prediction for settings, with a constant added to each step."""
+    base = CostModel.of(setup.resolved, ceilings)  # counts every tensor of the model: once
 
     def predict(settings: Settings) -> Prediction:
         config = setup.space.config(settings)
         auto = config.cache.dtype == "auto"
         kv_dtype = setup.resolved.dtype if auto else config.cache.dtype
-        model = CostModel.of(replace(setup.resolved, kv_dtype=kv_dtype), ceilings)
+        model = replace(base, kv_dtype=kv_dtype)
         return model.predict(setup.workload, config.scheduler, step_overhead_s=overhead_s)
 
     return predict
