@@ -12,7 +12,8 @@ from torch import Tensor
 
 from kllm.attention import indexing, mla
 from kllm.attention.context import ForwardContext
-from kllm.attention.mla import LatentHeads, expanding_pays
+from kllm.attention.latent import LatentHeads
+from kllm.attention.mla import expanding_pays
 from kllm.attention.rings import Chunk
 from kllm.errors import ConfigError
 from kllm.kernels import reference
@@ -111,7 +112,15 @@ def test_decode_step_looks_at_no_value_on_the_host(model_type: str) -> None:
     plan = replace(plan, context_lens=plan.context_lens + 40, positions=plan.positions + 40)
     plan = replace(plan, block_tables=driven.tables.astype("int32"))
     ctx = ForwardContext.from_plan(plan, driven.pool, torch.device("cpu"))
-    for name in ("token_ids", "positions", "request_index", "context_lens", "block_tables", "rows"):
+    for name in (
+        "token_ids",
+        "positions",
+        "request_index",
+        "context_lens",
+        "block_tables",
+        "rows",
+        "places",
+    ):
         setattr(ctx, name, getattr(ctx, name).to(meta))
     for key, tensor in driven.pool._tensors.items():
         driven.pool._tensors[key] = tensor.to(meta)
