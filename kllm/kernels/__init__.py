@@ -100,10 +100,11 @@ def moe(
     w2: Tensor,
     limit: float | None = None,
     first_expert: int = 0,
+    pairs: int | None = None,
 ) -> Tensor:
-    """See `kllm.kernels.reference.moe`."""
+    """See `kllm.kernels.reference.moe`; `pairs` as in `moe_grouped`."""
     if x.is_cuda and x.shape[0] > SMALL_BATCH and x.dtype == torch.bfloat16:
-        return moe_grouped.moe(x, topk_ids, topk_weights, w13, w2, limit, first_expert)
+        return moe_grouped.moe(x, topk_ids, topk_weights, w13, w2, limit, first_expert, pairs)
     best = _best("moe", reference.moe, x) if x.shape[0] <= SMALL_BATCH else reference.moe
     return best(x, topk_ids, topk_weights, w13, w2, limit, first_expert)
 
@@ -125,8 +126,11 @@ def block_attention(
     state: SoftmaxState, q: Tensor, k: Tensor, v: Tensor, spans: Sequence[Span], scale: float
 ) -> None:
     """See `kllm.kernels.block_attention_reference.block_attention`."""
-    best = _best("block_attention", block_attention_reference.block_attention, q)
-    best(state, q, k, v, spans, scale)
+    if q.is_cuda:
+        chosen = import_module("kllm.kernels.block_attention_gpu").block_attention
+    else:
+        chosen = block_attention_reference.block_attention
+    chosen(state, q, k, v, spans, scale)
 
 
 def sparse_block_attention(

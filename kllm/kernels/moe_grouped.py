@@ -6,6 +6,7 @@ hold it.
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from kllm import kernels
 
@@ -18,20 +19,34 @@ def moe(
     w2: Tensor,
     limit: float | None,
     first_expert: int,
+    pairs: int | None = None,
 ) -> Tensor:
-    """`kllm.kernels.reference.moe`, for dtypes that `torch._grouped_mm` takes (bfloat16)."""
-    num_experts, k = w13.shape[0], topk_ids.shape[1]
+    """`kllm.kernels.reference.moe`, for dtypes that `torch._grouped_mm` takes (bfloat16).
+
+    Args:
+        pairs: how many of `topk_ids` are in the range, where that is known: work space is for
+            these only.
+    """
+    (tokens, dim), num_experts, k = x.shape, w13.shape[0], topk_ids.shape[1]
     local = (topk_ids - first_expert).flatten()
     local = local.masked_fill((local < 0) | (local >= num_experts), num_experts)
     experts, order = local.sort(stable=True)  # foreign ones last
     ends = torch.searchsorted(
         experts, torch.arange(num_experts, device=x.device), right=True, out_int32=True
     )
-    hidden = torch._grouped_mm(x[order // k], w13.transpose(1, 2), offs=ends)
+    used = tokens * k if pairs is None else pairs
+    # One row more, for all foreign pairs: those behind the last expert are uninitialised memory,
+    # which no weight of 0 can remove, as 0 * NaN is NaN.
+    source = F.pad(order[:used] // k, (0, 1))
+    hidden = torch._grouped_mm(x[source], w13.transpose(1, 2), offs=ends)
     hidden = kernels.swiglu(hidden, limit)
-    rows = torch._grouped_mm(hidden, w2.transpose(1, 2), offs=ends).float()
-    # Rows behind the last expert are uninitialised memory: replaced, as 0 * NaN is NaN.
-    rows.masked_fill_((experts == num_experts).unsqueeze(1), 0)
-    unsorted = torch.empty_like(rows).index_copy_(0, order, rows)  # [T k, d]
-    weighted = unsorted.view(-1, k, x.shape[1]) * topk_weights.unsqueeze(2)
-    return weighted.sum(dim=1).to(x.dtype)
+    rows = torch._grouped_mm(hidden, w2.transpose(1, 2), offs=ends)
+    rows[used].zero_()
+    place = torch.empty_like(order)
+    place[order] = torch.arange(tokens * k, device=x.device)
+    place = place.masked_fill(local == num_experts, used).view(tokens, k)
+    # In order of the choices, so that the sum is the same each time.
+    y = x.new_zeros(tokens, dim, dtype=torch.float32)
+    for choice in range(k):
+        y += rows[place[:, choice]] * topk_weights[:, choice : choice + 1]
+    return y.to(x.dtype)

@@ -22,6 +22,10 @@ class GatedMLP(nn.Module):
         self.down = RowLinear(hidden, dim, comm)
         self.limit = limit
 
+    def partial(self, x: Tensor) -> Tensor:
+        """[T, dim] -> [T, dim]: this rank's part of the sum over the ranks."""
+        return self.down.product(kernels.swiglu(self.gate_up(x), self.limit))
+
     def forward(self, x: Tensor) -> Tensor:
         """[T, dim] -> [T, dim]."""
         return self.down(kernels.swiglu(self.gate_up(x), self.limit))  # type: ignore[no-any-return]

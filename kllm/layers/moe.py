@@ -1,20 +1,27 @@
 """Mixture of experts: routers, stacked experts, and the block that joins them.
 
-A router answers with expert ids [T, k] int64 and weights [T, k] float32. Experts are whole on
-a rank: with an expert-parallel group each rank holds an equal, contiguous range of them,
-computes what its own experts add, and the sums are all-reduced.
+A router answers with expert ids [T, k] int64 and weights [T, k] float32. Whatever is split, every
+rank ends with a part of the block's output, and one all-reduce over the tensor-parallel ranks adds
+the parts of routed and shared experts up:
+
+* one expert rank: each expert's hidden features are split over the tensor-parallel ranks;
+* expert ranks that hold the same tokens: each computes its own experts for all of them;
+* otherwise each tensor-parallel rank routes its share of the tokens to the ranks of their experts
+  (`kllm.parallel.expert_dispatch`), and adds nothing to the other tokens.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from kllm import kernels
-from kllm.layers.linear import shard_size
-from kllm.parallel.communicator import Communicator
+from kllm.attention.context import ForwardContext
+from kllm.layers.experts import ExpertRanks, RoutedExperts, RoutingCounts
+from kllm.layers.mlp import GatedMLP
+from kllm.parallel.expert_backends import Backends
+from kllm.parallel.expert_dispatch import DispatchStep, Routed
 from kllm.registry import Registry
 
 SUM_FLOOR = 1e-20  # keeps the normalisation finite when all chosen scores underflow
@@ -82,7 +89,7 @@ class ScoreRouter(_Gate):
         routing = self.routing
         if routing.groups == routing.kept_groups:
             return choice
-        grouped = choice.view(choice.shape[0], routing.groups, -1)  # [T, groups, E / groups]
+        grouped = choice.unflatten(1, (routing.groups, -1))  # [T, groups, E / groups]
         strength = grouped.topk(2, dim=-1).values.sum(dim=-1)
         kept = strength.topk(routing.kept_groups, sorted=False).indices
         dropped = torch.ones_like(strength, dtype=torch.bool).scatter_(1, kept, False)
@@ -103,39 +110,73 @@ class HashRouter(_Gate):
         return ids, self.routing.weigh(self.scores(x), ids)
 
 
-class RoutedExperts(nn.Module):
-    """This rank's experts, stacked: w13 [E / size, 2 I, dim], gate first; w2 [E / size, dim, I]."""
+class MoE(nn.Module):
+    """Routed experts chosen by a router, plus an expert that all tokens share.
+
+    Args:
+        shared: split over the same tensor-parallel ranks.
+    """
 
     def __init__(
-        self, dim: int, hidden: int, num_experts: int, comm: Communicator, limit: float | None
+        self,
+        router: ScoreRouter | HashRouter,
+        experts: RoutedExperts,
+        shared: GatedMLP | None,
+        ranks: ExpertRanks,
     ) -> None:
-        super().__init__()
-        local = shard_size("routed experts", num_experts, comm.size)
-        self.w13 = nn.Parameter(torch.empty(local, 2 * hidden, dim), requires_grad=False)
-        self.w2 = nn.Parameter(torch.empty(local, dim, hidden), requires_grad=False)
-        self.first_expert = comm.rank * local
-        self.limit = limit
-        self.comm = comm
-
-    def forward(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-        """[T, dim], ids and weights [T, k] -> [T, dim], summed over the ranks."""
-        y = kernels.moe(x, ids, weights, self.w13, self.w2, self.limit, self.first_expert)
-        if self.comm.size > 1:
-            self.comm.all_reduce(y).wait()
-        return y
-
-
-class MoE(nn.Module):
-    """Routed experts chosen by a router, plus an expert that all tokens share."""
-
-    def __init__(self, router: nn.Module, experts: RoutedExperts, shared: nn.Module | None) -> None:
         super().__init__()
         self.router = router
         self.experts = experts
         self.shared = shared
+        self.ranks = ranks
+        self.counts: RoutingCounts | None = None
+        self.backends: Backends | None = None
+        if not (ranks.same_tokens and ranks.backend == "auto") and ranks.ep.size > 1:
+            self.backends = Backends(
+                ranks.backend,
+                ranks.ep,
+                per_rank=experts.per_rank,
+                dim=experts.w2.shape[1],
+                top_k=router.routing.top_k,
+                device=experts.w2.device,
+                dtype=experts.w2.dtype,
+            )
 
-    def forward(self, x: Tensor, token_ids: Tensor) -> Tensor:
-        """[T, dim] and the ids [T] of the tokens -> [T, dim]."""
+    def count_routing(self) -> RoutingCounts:
+        """Count from now on which experts are chosen."""
+        self.counts = RoutingCounts(self.experts.num_experts, self.experts.w2.device)
+        return self.counts
+
+    def forward(self, x: Tensor, token_ids: Tensor, ctx: ForwardContext) -> Tensor:
+        """[T, dim] and the ids [T] of the tokens -> [T, dim], the same on all ranks of `tp`."""
+        tp, ep = self.ranks.tp, self.ranks.ep
+        if self.backends is None:
+            tokens = self._route(x, token_ids, 0)
+            y = self._shared(x)
+            y += self.experts(replace(tokens, first=ep.rank * self.experts.per_rank))
+        else:
+            each = -(-x.shape[0] // tp.size)
+            share = slice(tp.rank * each, (tp.rank + 1) * each)  # of the tokens; empty if few
+            step = self._step(x, ctx)
+            tokens = self._route(x[share], token_ids[share], ep.rank)
+            trip = self.backends.choose(step).send(tokens, step)
+            y = self._shared(x)  # while the tokens travel
+            y[share] += trip.combine(self.experts(trip.arrive()))
+        if tp.size > 1:
+            tp.all_reduce(y).wait()
+        return y
+
+    def _route(self, x: Tensor, token_ids: Tensor, offset: int) -> Routed:
         ids, weights = self.router(x, token_ids)
-        y: Tensor = self.experts(x, ids, weights)
-        return y if self.shared is None else y + self.shared(x)
+        if self.counts is not None:
+            self.counts.add(ids)
+        return Routed(x, self.experts.slots(ids, offset), weights)
+
+    def _shared(self, x: Tensor) -> Tensor:
+        """This rank's part of what the shared expert gives, in memory of its own."""
+        return torch.zeros_like(x) if self.shared is None else self.shared.partial(x)
+
+    def _step(self, x: Tensor, ctx: ForwardContext) -> DispatchStep:
+        peers = (x.shape[0],) if self.ranks.same_tokens else ctx.peer_tokens
+        assert peers, "the step does not say how many tokens the other expert ranks run"
+        return DispatchStep(-(-max(peers) // self.ranks.tp.size), ctx.decode_only)

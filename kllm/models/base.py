@@ -18,6 +18,7 @@ from kllm.attention.context import ForwardContext
 from kllm.cache.spec import CacheSpec
 from kllm.errors import ConfigError
 from kllm.parallel.communicator import Communicator
+from kllm.parallel.expert_placement import ExpertOptions
 from kllm.parallel.single import SingleComm
 
 STORED_BITS = {
@@ -91,6 +92,7 @@ class Groups:
     ep: Communicator  # whole experts
     cp: Communicator  # tokens of a prompt
     pp: Communicator  # layers
+    experts: ExpertOptions = ExpertOptions()
 
     @classmethod
     def single(cls) -> "Groups":

@@ -119,15 +119,22 @@ def _ffn(scope: _Scope, config: DeepseekV4Config, hashed: bool) -> Iterator[Chec
     hidden = c.moe_intermediate_size
     dtype, scale = ("F4_E2M1", FP4_SCALE) if c.expert_dtype == "fp4" else ("F8_E4M3", FP8_SCALE)
     parts = (
-        ("w1", (hidden, d), "w13", 0),
-        ("w3", (hidden, d), "w13", hidden),
-        ("w2", (d, hidden), "w2", 0),
+        ("w1", (hidden, d), "w13", 0, "column"),
+        ("w3", (hidden, d), "w13", hidden, "column"),
+        ("w2", (d, hidden), "w2", 0, "row"),
     )
     for e in range(c.n_routed_experts):
-        for name, shape, target, row in parts:
-            full = f"experts.{e}.{name}.weight"
-            yield scope.tensor(
-                full, shape, f"experts.{target}", dtype, scale=scale, row=row, expert=e
+        expert = scope.inner(f"experts.{e}.", "experts.")
+        for name, shape, target, row, split in parts:
+            yield expert.tensor(
+                f"{name}.weight",
+                shape,
+                target,
+                dtype,
+                scale=scale,
+                row=row,
+                expert=e,
+                split=split,
             )
     hidden = c.shared_intermediate_size
     shared = scope.inner("shared_experts.", "shared.")

@@ -13,10 +13,11 @@ from kllm.attention.compressor import Compression, finished_groups, pool_step
 from kllm.attention.context import ForwardContext
 from kllm.attention.gathered import store_entries
 from kllm.attention.indexing import IndexQuery
+from kllm.layers.experts import ExpertRanks, RoutedExperts
 from kllm.layers.hyper_connection import HyperConnection
 from kllm.layers.linear import ColumnLinear, Linear, RowLinear, shard_size
 from kllm.layers.mlp import GatedMLP
-from kllm.layers.moe import HashRouter, MoE, RoutedExperts, ScoreRouter
+from kllm.layers.moe import HashRouter, MoE, ScoreRouter
 from kllm.layers.norm import RMSNorm
 from kllm.layers.rotary import Rotary
 from kllm.models.base import Groups
@@ -158,15 +159,16 @@ class DeepseekV4Attention(nn.Module):
         return (o @ weight).transpose(0, 1).flatten(1)
 
 
-def build_moe(config: DeepseekV4Config, hashed: bool, groups: Groups) -> MoE:
+def build_moe(config: DeepseekV4Config, hashed: bool, layer: int, groups: Groups) -> MoE:
     """The feed-forward block of a layer."""
     c, d, routing = config, config.hidden_size, config.routing
     router = HashRouter(d, routing, c.vocab_size) if hashed else ScoreRouter(d, routing)
-    experts = RoutedExperts(
-        d, c.moe_intermediate_size, c.n_routed_experts, groups.ep, c.swiglu_limit
-    )
+    ranks = ExpertRanks(groups.ffn, groups.ep, groups.experts.backend)
+    placement = groups.experts.placement(layer, c.n_routed_experts, groups.ep.size)
+    experts = RoutedExperts(d, c.moe_intermediate_size, placement, ranks, c.swiglu_limit)
     limit = c.swiglu_limit if c.clamp_shared_expert else None
-    return MoE(router, experts, GatedMLP(d, c.shared_intermediate_size, groups.ffn, limit))
+    shared = GatedMLP(d, c.shared_intermediate_size, groups.ffn, limit)
+    return MoE(router, experts, shared, ranks)
 
 
 class DeepseekV4Layer(nn.Module):
@@ -182,7 +184,7 @@ class DeepseekV4Layer(nn.Module):
         self.attn = DeepseekV4Attention(config, kind, layer, groups)
         self.hc_ffn = HyperConnection(config.streams)
         self.ffn_norm = RMSNorm(d, eps)
-        self.ffn = build_moe(config, hashed, groups)
+        self.ffn = build_moe(config, hashed, layer, groups)
 
     def forward(self, streams: Tensor, token_ids: Tensor, ctx: ForwardContext) -> Tensor:
         """[T, N, hidden] -> [T, N, hidden]."""
@@ -190,5 +192,5 @@ class DeepseekV4Layer(nn.Module):
         x = self.attn(self.attn_norm(x), ctx)
         streams = self.hc_attn.expand(x, streams, *weights)
         x, *weights = self.hc_ffn.collapse(streams)
-        x = self.ffn(self.ffn_norm(x), token_ids)
+        x = self.ffn(self.ffn_norm(x), token_ids, ctx)
         return self.hc_ffn.expand(x, streams, *weights)

@@ -48,13 +48,17 @@ class _Scope(Scope):
     def gated(
         self, hidden: int, d: int, up: str, down: str, expert: int | None = None
     ) -> Iterator[CheckpointTensor]:
-        """Gate and up, stacked in the target `up`, and down; of one expert, or split."""
-        column, row = ("column", "row") if expert is None else (None, None)
+        """Gate and up, stacked in the target `up`, and down."""
         for k, name in enumerate(("gate", "up")):
             yield self.matrix(
-                f"{name}_proj.weight", (hidden, d), up, row=k * hidden, expert=expert, split=column
+                f"{name}_proj.weight",
+                (hidden, d),
+                up,
+                row=k * hidden,
+                expert=expert,
+                split="column",
             )
-        yield self.matrix("down_proj.weight", (d, hidden), down, expert=expert, split=row)
+        yield self.matrix("down_proj.weight", (d, hidden), down, expert=expert, split="row")
 
 
 def _layer(

@@ -9,18 +9,20 @@ from torch import Tensor, nn
 from kllm import kernels
 from kllm.attention.context import ForwardContext
 from kllm.attention.indexing import IndexQuery
+from kllm.attention.latent import LatentHeads
 from kllm.attention.mla import (
     INDEX_KEY,
-    LatentHeads,
     Selection,
     attend,
     must_select,
     select,
     select_all,
+    store,
 )
+from kllm.layers.experts import ExpertRanks, RoutedExperts
 from kllm.layers.linear import ColumnLinear, Linear, RowLinear, shard_size
 from kllm.layers.mlp import GatedMLP
-from kllm.layers.moe import MoE, RoutedExperts, ScoreRouter
+from kllm.layers.moe import MoE, ScoreRouter
 from kllm.layers.norm import LayerNorm, RMSNorm
 from kllm.models.base import Groups
 from kllm.models.glm_moe_dsa_config import DENSE, FULL, GlmMoeDsaConfig, IndexerConfig
@@ -65,7 +67,7 @@ class Indexer(nn.Module):
         c = self.config
         key = self.k_norm(self.wk(x))
         rotate(key[:, : self.rope], tables, c.interleaved)
-        ctx.pool.write(INDEX_KEY, self.layer, ctx.entry_slots(), key.unsqueeze(1))
+        store(ctx, INDEX_KEY, self.layer, key)
         if not must_select(ctx, c.topk):
             return select_all(ctx, c.topk)
         q = self.wq_b(q_low).view(-1, c.heads, c.head_dim)
@@ -119,14 +121,16 @@ class LatentAttention(nn.Module):
         return LatentHeads(keys, values, self.rope, self.scale)
 
 
-def build_ffn(config: GlmMoeDsaConfig, sparse: bool, groups: Groups) -> MoE | GatedMLP:
+def build_ffn(config: GlmMoeDsaConfig, sparse: bool, layer: int, groups: Groups) -> MoE | GatedMLP:
     """The feed-forward block of a layer."""
     c, d = config, config.hidden_size
     if not sparse:
         return GatedMLP(d, c.intermediate_size, groups.ffn)
-    experts = RoutedExperts(d, c.moe_intermediate_size, c.n_routed_experts, groups.ep, None)
+    ranks = ExpertRanks(groups.ffn, groups.ep, groups.experts.backend)
+    placement = groups.experts.placement(layer, c.n_routed_experts, groups.ep.size)
+    experts = RoutedExperts(d, c.moe_intermediate_size, placement, ranks, None)
     shared = GatedMLP(d, c.shared_intermediate_size, groups.ffn)
-    return MoE(ScoreRouter(d, c.routing), experts, shared)
+    return MoE(ScoreRouter(d, c.routing), experts, shared, ranks)
 
 
 class GlmMoeDsaLayer(nn.Module):
@@ -141,7 +145,7 @@ class GlmMoeDsaLayer(nn.Module):
         self.attn_norm = RMSNorm(d, eps)
         self.attn = LatentAttention(config, indexer_type, layer, groups)
         self.ffn_norm = RMSNorm(d, eps)
-        self.ffn = build_ffn(config, sparse, groups)
+        self.ffn = build_ffn(config, sparse, layer, groups)
 
     def forward(
         self, x: Tensor, delta: Tensor | None, ctx: ForwardContext
@@ -156,4 +160,4 @@ class GlmMoeDsaLayer(nn.Module):
         else:
             h, x = self.attn_norm.add(delta, x)
         h, x = self.ffn_norm.add(self.attn(h, ctx), x)
-        return x, self.ffn(h, ctx.token_ids) if self.sparse else self.ffn(h)
+        return x, self.ffn(h, ctx.token_ids, ctx) if self.sparse else self.ffn(h)

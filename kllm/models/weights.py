@@ -80,9 +80,13 @@ def fill(
             tensor = wanted.get(name)
             if tensor is None:
                 continue
-            comm = _owner_comm(model, tensor) if tensor.split else SingleComm()
-            place = _place(tensor, targets[tensor.target].data, comm, groups.ep)
-            if place is not None:
+            target = targets[tensor.target].data
+            if tensor.expert is not None:
+                held = _owner(model, tensor, "held")
+                target = target[held.index(tensor.expert)] if tensor.expert in held else None
+            if target is not None:
+                comm = _owner(model, tensor, "comm") if tensor.split else SingleComm()
+                place = _place(tensor, target, comm)
                 _check_shape(tensor, source)
                 place.into.copy_(_read(tensor, source, place))
 
@@ -104,26 +108,22 @@ def _require(wanted: dict[str, CheckpointTensor], stored: set[str]) -> None:
         )
 
 
-def _owner_comm(model: CausalLM, tensor: CheckpointTensor) -> Communicator:
-    """The communicator of the innermost module around the target that has one."""
+def _owner(model: CausalLM, tensor: CheckpointTensor, attribute: str) -> Any:
+    """An attribute of the innermost module around the target that has it.
+
+    `comm`: the ranks that a tensor is split over; `held`: the experts that a rank has.
+    """
     path = tensor.target
     while path:
         path = path.rpartition(".")[0]
-        comm: Communicator | None = getattr(model.get_submodule(path), "comm", None)
-        if comm is not None:
-            return comm
-    raise AssertionError(f"no module around {tensor.target} says over which ranks it is split")
+        found = getattr(model.get_submodule(path), attribute, None)
+        if found is not None:
+            return found
+    raise AssertionError(f"no module around {tensor.target} has {attribute}: how is it split?")
 
 
-def _place(
-    tensor: CheckpointTensor, target: Tensor, comm: Communicator, ep: Communicator
-) -> _Placement | None:
-    """Where this rank's part goes; None when it has none (an expert of another rank)."""
-    if tensor.expert is not None:
-        local = tensor.expert - ep.rank * target.shape[0]
-        if not 0 <= local < target.shape[0]:
-            return None
-        target = target[local]
+def _place(tensor: CheckpointTensor, target: Tensor, comm: Communicator) -> _Placement:
+    """Where this rank's part of a tensor goes; `target` is that of one expert."""
     rows, first = tensor.shape[0], tensor.row
     row0 = 0
     if tensor.split == "column":
@@ -161,18 +161,33 @@ def _read(tensor: CheckpointTensor, source: TensorSource, place: _Placement) -> 
     scales = scale_name(tensor)
     if scales not in source.names():
         raise DataError(f"tensor {tensor.name} is quantised and its scales {scales} are missing")
-    block_rows, block_columns = tensor.scale.block
     assert place.columns is not None
     rows, columns = place.rows, place.columns
+    if tensor.dtype == "F4_E2M1":
+        return _read_fp4(tensor.name, scales, rows, columns, source, place.into.device)
+    block_rows, block_columns = tensor.scale.block
     scale_part = (_blocks(rows, block_rows), _blocks(columns, block_columns))
     scale = source.read(scales, scale_part).to(place.into.device)
-    if tensor.dtype == "F4_E2M1":
-        part = (rows, slice(columns.start // 2, columns.stop // 2))
-        packed = source.read(tensor.name, part).to(place.into.device)
-        return fp4.dequantize(packed, scale)
     offset = (rows.start % block_rows, columns.start % block_columns)
     values = source.read(tensor.name, place.part).to(place.into.device)
     return fp8.dequantize(values, scale, tensor.scale.block, offset)
+
+
+def _read_fp4(
+    name: str,
+    scales: str,
+    rows: slice,
+    columns: slice,
+    source: TensorSource,
+    device: torch.device,
+) -> Tensor:
+    """A rectangle of an FP4 matrix. Whole groups are read, as a byte has two columns."""
+    groups = _blocks(columns, fp4.GROUP)
+    first = groups.start * fp4.GROUP
+    part = (rows, slice(first // 2, groups.stop * fp4.GROUP // 2))
+    packed = source.read(name, part).to(device)
+    scale = source.read(scales, (rows, groups)).to(device)
+    return fp4.dequantize(packed, scale)[:, columns.start - first : columns.stop - first]
 
 
 def _blocks(span: slice, block: int) -> slice:

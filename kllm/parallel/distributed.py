@@ -40,29 +40,29 @@ class TorchComm:
     """
 
     def __init__(self, group: dist.ProcessGroup, ranks: Sequence[int]) -> None:
-        self._group = group
+        self.group = group  # for libraries that communicate on their own
         self._ranks = tuple(ranks)
         self.size = len(ranks)
         self.rank = self._ranks.index(dist.get_rank())
 
     def all_reduce(self, x: Tensor) -> Handle:
         """See `Communicator.all_reduce`."""
-        return _work(dist.all_reduce(x, group=self._group, async_op=True))
+        return _work(dist.all_reduce(x, group=self.group, async_op=True))
 
     def all_gather(self, out: Tensor, x: Tensor) -> Handle:
         """See `Communicator.all_gather`."""
-        return _work(_all_gather(out, x.contiguous(), group=self._group, async_op=True))
+        return _work(_all_gather(out, x.contiguous(), group=self.group, async_op=True))
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Handle:
         """See `Communicator.reduce_scatter`."""
-        return _work(_reduce_scatter(out, x.contiguous(), group=self._group, async_op=True))
+        return _work(_reduce_scatter(out, x.contiguous(), group=self.group, async_op=True))
 
     def all_to_all(
         self, out: Tensor, x: Tensor, out_splits: list[int], in_splits: list[int]
     ) -> Handle:
         """See `Communicator.all_to_all`."""
         work = dist.all_to_all_single(
-            out, x.contiguous(), out_splits, in_splits, group=self._group, async_op=True
+            out, x.contiguous(), out_splits, in_splits, group=self.group, async_op=True
         )
         return _work(work)
 
@@ -73,19 +73,19 @@ class TorchComm:
         # In one batch: a send that waits for its peer's receive would deadlock a ring on a GPU.
         works = dist.batch_isend_irecv(
             [
-                dist.P2POp(dist.isend, x.contiguous(), following, self._group),
-                dist.P2POp(dist.irecv, out, previous, self._group),
+                dist.P2POp(dist.isend, x.contiguous(), following, self.group),
+                dist.P2POp(dist.irecv, out, previous, self.group),
             ]
         )
         return _Works(works)
 
     def send(self, x: Tensor, to: int) -> Handle:
         """See `Communicator.send`."""
-        return _work(dist.isend(x.contiguous(), self._ranks[to], self._group))
+        return _work(dist.isend(x.contiguous(), self._ranks[to], self.group))
 
     def receive(self, out: Tensor, source: int) -> Handle:
         """See `Communicator.receive`."""
-        return _work(dist.irecv(out, self._ranks[source], self._group))
+        return _work(dist.irecv(out, self._ranks[source], self.group))
 
 
 def _work(work: dist.Work | None) -> Handle:

@@ -6,11 +6,15 @@ import torch
 from kllm import kernels
 from kllm.errors import ConfigError
 from kllm.kernels import moe_grouped, reference
+from kllm.layers.experts import ExpertRanks, RoutedExperts
 from kllm.layers.mlp import GatedMLP
-from kllm.layers.moe import HashRouter, MoE, RoutedExperts, Routing, ScoreRouter
+from kllm.layers.moe import HashRouter, MoE, Routing, ScoreRouter
+from kllm.parallel.expert_placement import in_order
 from kllm.parallel.single import SingleComm
+from tests.layers.expert_steps import step
 from tests.tolerances import GEMM_DISTANCE
 
+STEP = step()
 SIGMOID = Routing(num_experts=8, top_k=2, scoring="sigmoid", scaling=2.5)
 
 
@@ -65,15 +69,26 @@ def test_ranges_of_experts_add_up_to_all_of_them() -> None:
     torch.testing.assert_close(sum(parts), whole, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("counted", [False, True])
 @pytest.mark.parametrize("first_expert", [0, 4])
-def test_grouped_products_agree_with_the_loop_over_experts(first_expert: int) -> None:
+def test_grouped_products_agree_with_the_loop_over_experts(
+    first_expert: int, counted: bool
+) -> None:
     """Half of the experts, so that some tokens belong to another rank."""
     x, ids, weights, w13, w2 = expert_inputs(torch.bfloat16)
     half = slice(first_expert, first_expert + 4)
     args = (x, ids, weights, w13[half], w2[half], 0.5, first_expert)
-    got, want = moe_grouped.moe(*args).double(), reference.moe(*args).double()
+    pairs = int((ids // 4 == first_expert // 4).sum()) if counted else None
+    got, want = moe_grouped.moe(*args, pairs).double(), reference.moe(*args).double()
     distance = 1 - 2 * (got * want).sum() / (got.square().sum() + want.square().sum())
     assert distance < GEMM_DISTANCE[torch.bfloat16]
+
+
+def test_grouped_products_of_no_pair_are_zero() -> None:
+    x, ids, weights, w13, w2 = expert_inputs(torch.bfloat16)
+    nobody = torch.full_like(ids, -1)
+    assert not moe_grouped.moe(x, nobody, weights, w13, w2, 0.5, 0, 0).any()
+    assert not moe_grouped.moe(x, nobody, weights, w13, w2, 0.5, 0).any()
 
 
 def test_router_weights_are_normalised_scores_of_the_chosen() -> None:
@@ -114,6 +129,17 @@ def test_grouped_routing_stays_inside_the_best_groups() -> None:
     assert (ids // 2 == best_group.unsqueeze(1)).all()
 
 
+@pytest.mark.parametrize("groups", [1, 4])
+def test_no_tokens_are_routed_nowhere(groups: int) -> None:
+    routing = Routing(
+        num_experts=8, top_k=2, scoring="sigmoid", scaling=1.0, groups=groups, kept_groups=1
+    )
+    router = ScoreRouter(16, routing)
+    randomise(router)
+    ids, weights = router(torch.empty(0, 16), torch.empty(0, dtype=torch.int64))
+    assert ids.shape == weights.shape == (0, 2)
+
+
 def test_hash_router_looks_up_the_token() -> None:
     routing = Routing(num_experts=8, top_k=2, scoring="sqrtsoftplus", scaling=1.5)
     router = HashRouter(16, routing, vocab_size=11)
@@ -129,21 +155,22 @@ def test_hash_router_looks_up_the_token() -> None:
 
 def test_block_adds_the_shared_expert() -> None:
     comm = SingleComm()
-    block = MoE(
-        ScoreRouter(16, SIGMOID), RoutedExperts(16, 12, 8, comm, 0.5), GatedMLP(16, 12, comm, 0.5)
-    )
+    ranks = ExpertRanks.single()
+    experts = RoutedExperts(16, 12, in_order(8, 0, 1), ranks, 0.5)
+    block = MoE(ScoreRouter(16, SIGMOID), experts, GatedMLP(16, 12, comm, 0.5), ranks)
     randomise(block)
     x, tokens = torch.randn(3, 16), torch.zeros(3, dtype=torch.int64)
     shared, block.shared = block.shared, None
     assert shared is not None
-    routed_only = block(x, tokens)
+    routed_only = block(x, tokens, STEP)
     block.shared = shared
-    torch.testing.assert_close(block(x, tokens), routed_only + shared(x))
+    torch.testing.assert_close(block(x, tokens, STEP), routed_only + shared(x))
 
 
-def test_experts_that_do_not_divide_are_refused() -> None:
+def test_hidden_features_that_do_not_divide_are_refused() -> None:
     class ThreeRanks(SingleComm):
         size = 3
 
-    with pytest.raises(ConfigError, match="routed experts = 8 cannot be split over 3"):
-        RoutedExperts(16, 12, 8, ThreeRanks(), None)
+    ranks = ExpertRanks(ThreeRanks(), SingleComm())
+    with pytest.raises(ConfigError, match="hidden features of an expert = 16 cannot be split"):
+        RoutedExperts(16, 16, in_order(8, 0, 1), ranks, None)

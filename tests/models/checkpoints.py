@@ -27,30 +27,38 @@ class Rank:
 
 
 class Experts(nn.Module):
-    """Gate and up rows of whole experts, split over the EP ranks."""
+    """Whole experts by slot, or the hidden features of all of them split over `ffn`."""
 
-    def __init__(self, ep: Rank) -> None:
+    def __init__(self, ffn: Rank, ep: Rank, held: tuple[int, ...]) -> None:
         super().__init__()
-        local = EXPERTS // ep.size
-        self.w13 = nn.Parameter(torch.empty(local, 2 * HIDDEN, DIM), requires_grad=False)
+        self.comm = ffn if ep.size == 1 else Rank(0, 1)
+        self.held = held
+        slots, hidden = len(held), HIDDEN // self.comm.size
+        self.w13 = nn.Parameter(torch.empty(slots, 2 * hidden, DIM), requires_grad=False)
+        self.w2 = nn.Parameter(torch.empty(slots, DIM, hidden), requires_grad=False)
 
 
 class Toy(CausalLM):
     """Column, row and expert splits; stacked rows; a table of ids; a draft head."""
 
-    def __init__(self, groups: Groups, mtp: bool = False) -> None:
+    def __init__(
+        self, groups: Groups, mtp: bool = False, held: tuple[int, ...] | None = None
+    ) -> None:
         super().__init__()
         self.up = ColumnLinear(DIM, 2 * HIDDEN, groups.ffn)
         self.down = RowLinear(HIDDEN, DIM, groups.ffn)
-        self.experts = Experts(groups.ep)
+        each = EXPERTS // groups.ep.size
+        own = tuple(range(groups.ep.rank * each, (groups.ep.rank + 1) * each))
+        self.experts = Experts(groups.ffn, groups.ep, own if held is None else held)
         self.norm = nn.Parameter(torch.empty(DIM), requires_grad=False)
         self.table = nn.Parameter(torch.empty(7, 2, dtype=torch.int64), requires_grad=False)
         if mtp:
             self.mtp_norm = nn.Parameter(torch.empty(DIM), requires_grad=False)
 
 
-def manifest() -> list[CheckpointTensor]:
-    """Released names of `Toy`."""
+def manifest(dtype: str = "F4_E2M1") -> list[CheckpointTensor]:
+    """Released names of `Toy`; `dtype` is that of the experts."""
+    scale = FP4_GROUPS if dtype == "F4_E2M1" else E8M0_BLOCKS
 
     def tensor(name: str, shape: tuple[int, ...], dtype: str, target: str, **more: object):
         return CheckpointTensor(name=name, shape=shape, dtype=dtype, target=target, **more)
@@ -67,26 +75,22 @@ def manifest() -> list[CheckpointTensor]:
         tensor("mtp.norm.weight", (DIM,), "F32", "mtp_norm", mtp=True),
     ]
     for e in range(EXPERTS):
+        common = {"scale": scale, "expert": e}
         for k, name in enumerate(("w1", "w3")):
-            tensors.append(
-                tensor(
-                    f"experts.{e}.{name}.weight",
-                    (HIDDEN, DIM),
-                    "F4_E2M1",
-                    "experts.w13",
-                    scale=FP4_GROUPS,
-                    expert=e,
-                    row=k * HIDDEN,
-                )
-            )
+            full, row = f"experts.{e}.{name}.weight", k * HIDDEN
+            shape = (HIDDEN, DIM)
+            more = {"row": row, "split": "column"}
+            tensors.append(tensor(full, shape, dtype, "experts.w13", **common, **more))
+        full = f"experts.{e}.w2.weight"
+        tensors.append(tensor(full, (DIM, HIDDEN), dtype, "experts.w2", split="row", **common))
     return tensors
 
 
-def released_tensors(seed: int = 0) -> dict[str, Tensor]:
+def released_tensors(seed: int = 0, dtype: str = "F4_E2M1") -> dict[str, Tensor]:
     """Random stored tensors under the manifest's names, scales included."""
     generator = torch.Generator().manual_seed(seed)
     out: dict[str, Tensor] = {"unused.weight": torch.zeros(3)}
-    for t in manifest():
+    for t in manifest(dtype):
         if t.dtype == "I64":
             out[t.name] = torch.randint(0, 9, t.shape, generator=generator)
             continue

@@ -29,9 +29,15 @@ def groups(ffn: Rank = SOLO, ep: Rank = SOLO) -> Groups:
     return Groups(SOLO, ffn, SOLO, ep, SOLO, SOLO)  # type: ignore[arg-type]
 
 
-def load(folder: Path, layout: Groups, mtp: bool = False) -> dict[str, Tensor]:
-    model = Toy(layout, mtp)
-    fill(model, manifest(), SafetensorsFolder(folder), layout)
+def load(
+    folder: Path,
+    layout: Groups,
+    mtp: bool = False,
+    held: tuple[int, ...] | None = None,
+    dtype: str = "F4_E2M1",
+) -> dict[str, Tensor]:
+    model = Toy(layout, mtp, held)
+    fill(model, manifest(dtype), SafetensorsFolder(folder), layout)
     return model.state_dict()
 
 
@@ -54,9 +60,34 @@ def test_every_released_tensor_lands_dequantised_in_its_place(folder: Path) -> N
             prefix = f"experts.{e}.{name}."
             want = fp4.dequantize(stored[prefix + "weight"], stored[prefix + "scale"])
             assert torch.equal(got["experts.w13"][e, k * HIDDEN : (k + 1) * HIDDEN], want)
+        prefix = f"experts.{e}.w2."
+        want = fp4.dequantize(stored[prefix + "weight"], stored[prefix + "scale"])
+        assert torch.equal(got["experts.w2"][e], want)
     assert torch.equal(got["norm"], stored["norm.weight"].float())
     assert torch.equal(got["table"], stored["tid2eid"])
     assert torch.equal(got["mtp_norm"], stored["mtp.norm.weight"])
+
+
+@pytest.mark.parametrize("dtype", ["F4_E2M1", "F8_E4M3"])
+@pytest.mark.parametrize("size", [2, 3, 4, 8])
+def test_ranks_read_the_hidden_features_of_every_expert(
+    size: int, dtype: str, tmp_path: Path
+) -> None:
+    """192 / 4 = 48 and 192 / 8 = 24 columns begin inside a block of 128 and a group of 32."""
+    write_sharded(tmp_path, released_tensors(dtype=dtype))
+    whole = load(tmp_path, groups(), dtype=dtype)
+    parts = [load(tmp_path, groups(ffn=Rank(r, size)), dtype=dtype) for r in range(size)]
+    gates, ups = zip(*(part["experts.w13"].chunk(2, dim=1) for part in parts), strict=True)
+    assert torch.equal(torch.cat((*gates, *ups), 1), whole["experts.w13"])
+    assert torch.equal(torch.cat([p["experts.w2"] for p in parts], 2), whole["experts.w2"])
+
+
+def test_copies_of_an_expert_are_read_on_every_rank_that_holds_it(folder: Path) -> None:
+    whole = load(folder, groups())
+    for rank, held in enumerate([(2, 0, 1), (1, 3, 2)]):
+        part = load(folder, groups(ep=Rank(rank, 2)), held=held)
+        for name in ("experts.w13", "experts.w2"):
+            assert torch.equal(part[name], whole[name][list(held)])
 
 
 @pytest.mark.parametrize("size", [2, 4])
@@ -99,7 +130,7 @@ def test_missing_tensors_are_named(tmp_path: Path) -> None:
     tensors = released_tensors()
     del tensors["w2.weight"], tensors["experts.3.w1.weight"]
     write_sharded(tmp_path, tensors)
-    with pytest.raises(DataError, match=r"lacks 2 of 13 tensors: w2\.weight, experts\.3\.w1"):
+    with pytest.raises(DataError, match=r"lacks 2 of 17 tensors: w2\.weight, experts\.3\.w1"):
         load(tmp_path, groups())
 
 
