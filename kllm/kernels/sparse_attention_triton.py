@@ -21,7 +21,7 @@ MAX_SEGMENTS = 2
 
 
 @triton.jit
-def _walk(
+def walk(
     q, q_rest, peak, total, acc, kv_ptr, idx_ptr, num_keys, kv_stride, scale_log2, split, splits,
     VALUE: tl.constexpr, VALUE_BLOCK: tl.constexpr, REST: tl.constexpr, REST_BLOCK: tl.constexpr,
     KEYS: tl.constexpr,
@@ -78,12 +78,12 @@ def _attend(
     peak = tl.full((HEADS,), float("-inf"), tl.float32)
     total = tl.zeros((HEADS,), tl.float32)
     acc = tl.zeros((HEADS, VALUE_BLOCK), tl.float32)
-    peak, total, acc = _walk(
+    peak, total, acc = walk(
         q, q_rest, peak, total, acc, kv0_ptr, idx0_ptr + token * idx0_stride, keys0, kv0_stride,
         scale_log2, split, splits, VALUE, VALUE_BLOCK, REST, REST_BLOCK, KEYS,
     )  # fmt: skip
     if SEGMENTS > 1:
-        peak, total, acc = _walk(
+        peak, total, acc = walk(
             q, q_rest, peak, total, acc, kv1_ptr, idx1_ptr + token * idx1_stride, keys1,
             kv1_stride, scale_log2, split, splits, VALUE, VALUE_BLOCK, REST, REST_BLOCK, KEYS,
         )  # fmt: skip
@@ -103,7 +103,9 @@ def _attend(
         tl.store(lse_ptr + line, peak + tl.log2(total), valid)
 
 
-def _blocks(tokens: int, heads: int, dtype: torch.dtype, device: torch.device) -> tuple[int, int]:
+def tile_sizes(
+    tokens: int, heads: int, dtype: torch.dtype, device: torch.device
+) -> tuple[int, int]:
     """(heads, keys) of a program: small head blocks where tokens alone do not fill the GPU."""
     padded = max(16, triton.next_power_of_2(heads))
     if dtype == torch.float32:  # float32 operands of 512 channels fill shared memory
@@ -130,7 +132,7 @@ def sparse_attention(
         return out
     assert all(kv.stride(-1) == idx.stride(-1) == 1 for kv, idx in segments)
     (kv0, idx0), (kv1, idx1) = segments[0], segments[-1]
-    head_block, key_block = _blocks(tokens, heads, q.dtype, q.device)
+    head_block, key_block = tile_sizes(tokens, heads, q.dtype, q.device)
     head_blocks = triton.cdiv(heads, head_block)
     keys = max(idx.shape[1] for _, idx in segments)
     splits = choose_splits(tokens * head_blocks, keys, MIN_SPLIT_KEYS, q.device)
