@@ -62,12 +62,12 @@ def best_slots(ctx: ForwardContext, layer: int, slots: Tensor, index: IndexQuery
         rows = slice(start, min(start + block, len(slots)))
         keys, own = stored_keys(ctx.pool, index.state, layer, slots[rows])
         scores = kernels.index_scores(index.q[rows], index.weights[rows], keys, own)
-        best.append(slots[rows].gather(1, scores.topk(index.topk, sorted=False).indices))
+        best.append(slots[rows].gather(1, kernels.top_entries(scores, index.topk)))
     return torch.cat(best)
 
 
 def best_entries(scores: Tensor, visible: Tensor, topk: int) -> Tensor:
     """[T, topk]: entries below `visible` [T, 1] with the largest scores [T, n]; -1 where fewer."""
     hidden = torch.arange(scores.shape[1], device=scores.device) >= visible
-    best = scores.masked_fill(hidden, float("-inf")).topk(topk, sorted=False).indices
+    best = kernels.top_entries(scores.masked_fill(hidden, float("-inf")), topk)
     return torch.where(best < visible, best, -1)

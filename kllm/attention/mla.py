@@ -33,39 +33,16 @@ from kllm.attention.indexing import (
     stored_keys,
     visible_slots,
 )
+from kllm.attention.latent import LatentHeads, causal_pairs
+from kllm.attention.mla_ring import attend_travelling
+from kllm.attention.ring import find_shards, ring_context
+from kllm.attention.ring_selection import select_travelling
 from kllm.attention.rings import Chunk, chunks
+from kllm.attention.sequence_parallel import share_entries
 
 LATENT = "latent"  # paged state: latent, then rotary key
 INDEX_KEY = "index_key"  # paged state of the indexer
 BLOCK_BYTES = 1 << 28  # bounds index lists, masks, expanded heads and scores
-
-
-@dataclass(frozen=True, slots=True)
-class LatentHeads:
-    """What makes the keys and values of a rank's heads from latents."""
-
-    keys: Tensor  # [H, N, R], of the channels without rotary embedding
-    values: Tensor  # [H, V, R]
-    rope: int  # rotary channels
-    scale: float  # of the scores
-
-    def absorb(self, q: Tensor) -> Tensor:
-        """Queries [T, H, N + rope] -> [T, H, R + rope], to be compared with entries."""
-        plain = self.keys.shape[1]
-        absorbed = (q[..., :plain].transpose(0, 1) @ self.keys).transpose(0, 1)
-        return torch.cat((absorbed, q[..., plain:]), dim=2)
-
-    def project(self, o: Tensor) -> Tensor:
-        """Weighted sums of latents [T, H, R] -> outputs [T, H, V]."""
-        return (o.transpose(0, 1) @ self.values.transpose(1, 2)).transpose(0, 1)
-
-    def attend(self, q: Tensor, entries: Tensor, idx: Tensor) -> Tensor:
-        """Absorbed attention of q [T, H, N + rope] to the rows idx [T, n] of `entries`."""
-        latent = self.keys.shape[2]
-        segments = [(entries, idx)]
-        return self.project(
-            kernels.sparse_attention(self.absorb(q), segments, self.scale, value_dim=latent)
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +66,10 @@ class Selection:
 
 
 def must_select(ctx: ForwardContext, topk: int) -> bool:
-    """Whether any token of the step may see more than `topk` entries."""
+    """Whether any token of the step may see more than `topk` entries; in a ring, on any rank."""
+    sequence = ring_context(ctx)
+    if sequence and any(piece.end > topk for piece in sequence.step.pieces):
+        return True
     return bool((ctx.context_lens_host > topk).any())
 
 
@@ -98,8 +78,23 @@ def select(ctx: ForwardContext, layer: int, index: IndexQuery) -> Selection:
     decodes = None
     if _decodes_select(ctx, index.topk):
         decodes = best_slots(ctx, layer, _decode_slots(ctx), index)
+    if ring_context(ctx):
+        return Selection(index.topk, decodes, _select_travelling(ctx, layer, index))
     parts = tuple(_select_chunk(ctx, layer, chunk, index) for chunk in chunks(ctx))
     return Selection(index.topk, decodes, parts)
+
+
+def _select_travelling(
+    ctx: ForwardContext, layer: int, index: IndexQuery
+) -> tuple[Tensor | None, ...]:
+    """What each chunk selects where a prompt's index keys lie on several ranks."""
+    shards, parts = find_shards(ctx, 1), []
+    for piece, ids in zip(shards.pieces, select_travelling(ctx, layer, shards, index), strict=True):
+        for run in piece.runs:
+            first = run.rows.start - piece.rows.start
+            own = None if ids is None else ids[first : first + run.end - run.start].int()
+            parts.append(own if run.end > index.topk else None)
+    return tuple(parts)
 
 
 def select_all(ctx: ForwardContext, topk: int) -> Selection:
@@ -152,12 +147,16 @@ def attend(
     Returns:
         [T, H, V].
     """
-    ctx.pool.write(LATENT, layer, ctx.entry_slots(), entries.unsqueeze(1))
+    store(ctx, LATENT, layer, entries)
     out = q.new_empty(*q.shape[:2], heads.values.shape[1])
     if ctx.num_decodes:
         count = slice(0, ctx.num_decodes)
         slots = selection.decodes if selection else None
         out[count] = _attend_decodes(ctx, layer, q[count], heads, slots)
+    if ring_context(ctx):
+        chunks_of = selection.chunks if selection else None
+        attend_travelling(ctx, layer, LATENT, q, heads, chunks_of, out)
+        return out
     for i, chunk in enumerate(chunks(ctx)):
         chosen = selection.chunks[i] if selection else None
         stored = _read(ctx, LATENT, layer, chunk)
@@ -167,28 +166,24 @@ def attend(
     return out
 
 
+def store(ctx: ForwardContext, name: str, layer: int, entries: Tensor) -> None:
+    """Store the step's entries [T, channels] of a single-head state on all ranks that keep them."""
+    entries = entries.unsqueeze(1)
+    ctx.pool.write(name, layer, ctx.entry_slots(), entries)
+    share_entries(ctx, name, layer, entries[ctx.num_decodes :], 1)
+
+
 def expanding_pays(heads: LatentHeads, chunk: Chunk, topk: int | None) -> bool:
     """Whether the expanded form of a chunk costs fewer FLOPs than the absorbed one.
-
-    For n tokens at positions s..S - 1, head widths N, V, rope and latents of R channels, in
-    units of 2 H FLOPs:
-
-        expanded: S R (N + V) + (N + rope + V) sum(t + 1)
-        absorbed: n R (N + V) + (2 R + rope) sum(min(topk, t + 1))
 
     The expanded form masks what is not selected, so that a selection does not make it cheaper.
     """
     count = chunk.end - chunk.start
-    pairs = count * (chunk.start + chunk.end + 1) // 2
-    chosen = pairs
+    pairs = chosen = causal_pairs(chunk.start, chunk.end)
     if topk is not None:
         rising = max(0, min(chunk.end, topk) - chunk.start)  # tokens that see topk or fewer
-        chosen = rising * (2 * chunk.start + rising + 1) // 2 + (count - rising) * topk
-    latent, plain, value = heads.keys.shape[2], heads.keys.shape[1], heads.values.shape[1]
-    projections = latent * (plain + value)
-    expanded = chunk.end * projections + (plain + heads.rope + value) * pairs
-    absorbed = count * projections + (2 * latent + heads.rope) * chosen
-    return expanded < absorbed
+        chosen = causal_pairs(chunk.start, chunk.start + rising) + (count - rising) * topk
+    return heads.expanding_is_cheaper(chunk.end, count, pairs, chosen)
 
 
 def _decode_slots(ctx: ForwardContext) -> Tensor:
