@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from kllm import kernels
 from kllm.attention.base import ATTENTION, AttentionBackend, resolve_attention
 from kllm.attention.context import ForwardContext
+from kllm.attention.sequence_parallel import SequenceAttention
 from kllm.cache.spec import CacheSpec, PagedState
 from kllm.errors import ConfigError
 from kllm.layers.embedding import VocabEmbedding, VocabHead
@@ -270,7 +271,7 @@ class LlamaForCausalLM(CausalLM):
         self.stage = stage = Stage.of(config.num_hidden_layers, groups.pp)
         self.cache_spec = stage.cache(shard_heads(cache_spec(config), groups.attn.size))
         self.query_heads = config.num_attention_heads // groups.attn.size
-        self.attention: AttentionBackend = ATTENTION["torch"](self.query_heads)
+        self.attention = SequenceAttention(ATTENTION["torch"](self.query_heads))
         self.rotary = config.rotary
         if stage.first or (stage.last and config.tie_word_embeddings):
             self.embed = VocabEmbedding(config.vocab_size, config.hidden_size, groups.vocab)
@@ -306,7 +307,7 @@ class LlamaForCausalLM(CausalLM):
         """Attend through this entry of `ATTENTION`, or the best one here for "auto"."""
         device = next(self.parameters()).device
         name = resolve_attention(name, device, self.config.head_dim, kv_dtype)
-        self.attention = ATTENTION[name](self.query_heads)
+        self.attention = SequenceAttention(ATTENTION[name](self.query_heads))
         self.capturable = name != "torch"  # which reads lengths and block tables on the host
 
     def logits(self, state: Tensor) -> Tensor:
