@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kllm.cli.console import out
+from kllm.cli.models_layout import print_deployment, scaled, size
 from kllm.cli.options import AsJson
 
 if TYPE_CHECKING:
@@ -16,14 +17,65 @@ def models(
         str | None,
         typer.Argument(help="Preset, model folder or GGUF file; default: all presets."),
     ] = None,
+    layout: Annotated[
+        str | None,
+        typer.Option(help="Layout to compute, as in tp=8 or tp=2,dp=4,ep=8,cp=1,pp=1."),
+    ] = None,
+    gpu: Annotated[str, typer.Option(help="GPU of a layout: h100, h200, b200 or b300.")] = "h200",
+    memory_gb: Annotated[
+        float, typer.Option(min=0, help="Memory of that GPU in GB (1e9 bytes); 0: as made.")
+    ] = 0,
+    memory_fraction: Annotated[
+        float, typer.Option(min=0, max=1, help="Share of that memory for weights and KV.")
+    ] = 0.9,
+    link: Annotated[
+        str, typer.Option(help="Link between ranks: a name or LATENCY_S:BYTES_PER_S.")
+    ] = "auto",
+    dtype: Annotated[
+        str, typer.Option(help="Weights of a layout: stored (as released) or a dtype.")
+    ] = "stored",
+    kv_dtype: Annotated[str, typer.Option(help="KV dtype of a layout, fp8 or a dtype.")] = "fp8",
+    tokens: Annotated[int, typer.Option(min=1, help="New tokens of a prefill step.")] = 8192,
+    cached: Annotated[int, typer.Option(min=0, help="Tokens of the prompt before them.")] = 0,
+    batch: Annotated[int, typer.Option(min=1, help="Requests of a decode step.")] = 64,
     as_json: AsJson = False,
 ) -> None:
-    """Show model sizes, KV cost, and the largest scale that fits this machine."""
+    """Show model sizes and what fits here; with --layout what each rank holds and sends."""
     import json
     from dataclasses import asdict
 
+    from kllm.errors import ConfigError
     from kllm.models import catalog, presets
 
+    if layout is not None:
+        from kllm.models.deployment import Device, Load, deployment
+        from kllm.parallel.gpus import GPUS
+        from kllm.parallel.layout import parse
+        from kllm.parallel.link import parse_link
+
+        if model is None:
+            raise ConfigError("--layout needs a model; name one, as in `kllm models glm-5.2 ...`")
+        preset = GPUS[gpu]
+        device = Device(
+            name=gpu,
+            memory_bytes=memory_gb * 1e9 or preset.memory_bytes,
+            matmul_flops=preset.matmul_flops,
+            link=preset.peers if link == "auto" else parse_link(link),
+        )
+        computed = deployment(
+            model,
+            parse(layout),
+            device,
+            Load(tokens=tokens, cached=cached, batch=batch),
+            memory_fraction=memory_fraction,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+        )
+        if as_json:
+            typer.echo(json.dumps(asdict(computed), indent=1))
+        else:
+            print_deployment(computed, memory_fraction)
+        return
     found = catalog.all_presets() if model is None else [catalog.facts(model)]
     if as_json:
         document = {"models": [asdict(facts) for facts in found], "aliases": presets.ALIASES}
@@ -93,16 +145,4 @@ def _details(m: "ModelFacts") -> Any:
 
 def count(number: int) -> str:
     """A large count in the units of the field: 135 M, 284 B."""
-    return _scaled(number, ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")), "")
-
-
-def size(nbytes: float) -> str:
-    """Bytes in decimal units, as checkpoints are published."""
-    return _scaled(nbytes, ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")), "B")
-
-
-def _scaled(number: float, units: tuple[tuple[float, str], ...], plain: str) -> str:
-    for unit, name in units:
-        if number >= unit:
-            return f"{number / unit:.3g} {name}"
-    return f"{number:.0f} {plain}".rstrip()
+    return scaled(number, ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")), "")
