@@ -53,7 +53,7 @@ def cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[
     return out[0].transpose(0, 1), lse.reshape(q.shape[1], q.shape[0]).t()
 
 
-LIBRARIES: dict[str, Attend] = {"flashinfer": flashinfer, "cudnn": cudnn}  # the first that runs
+LIBRARIES: dict[str, Attend] = {"flashinfer": flashinfer, "cudnn": cudnn}  # the best first
 
 
 @cache
@@ -90,13 +90,11 @@ def runs(
     return True
 
 
-def library_for(q: Tensor, k: Tensor, v: Tensor) -> Attend | None:
-    """The first library that runs heads like these here; None: Triton has to."""
+def libraries_for(q: Tensor, k: Tensor, v: Tensor) -> list[str]:
+    """The libraries that run heads like these here, the one to take first."""
     group = q.shape[1] // k.shape[1]
-    for name, attend in LIBRARIES.items():
-        if runs(name, q.shape[2], v.shape[2], group, q.dtype, q.device):
-            return attend
-    return None
+    sizes = (q.shape[2], v.shape[2], group, q.dtype, q.device)
+    return [name for name in LIBRARIES if runs(name, *sizes)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,9 +155,9 @@ def block_attention(
     rest = []
     for span in spans:
         parts = pieces(span)
-        attend = library_for(q, k, v) if parts else None
-        if parts and attend:
-            attend_pieces(attend, state, q, k, v, parts, scale)
+        names = libraries_for(q, k, v) if parts else []
+        if parts and names:
+            attend_pieces(LIBRARIES[names[0]], state, q, k, v, parts, scale)
         else:
             rest.append(span)
     block_attention_triton.block_attention(state, q, k, v, rest, scale)

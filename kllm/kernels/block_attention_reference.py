@@ -155,7 +155,8 @@ def sparse_block_attention(
     idx = idx[some].sort(dim=1, descending=True).values[:, :width]  # -1 goes last
     heads, dim = q.shape[1:]
     height = max(1, reference.WORKSPACE_BYTES // (4 * width * (dim + 2 * heads)))
-    for rows, lists in zip(some.split(height), idx.split(height), strict=True):
+    for start in range(0, len(some), height):
+        rows, lists = some[start : start + height], idx[start : start + height]
         keys = kv[lists.clamp_min(0)].float()  # [c, w, D]
         scores = (q[rows].float() * scale) @ keys.transpose(1, 2)  # [c, H, w]
         scores.masked_fill_((lists < 0).unsqueeze(1), -INFINITY)
