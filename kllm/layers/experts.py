@@ -83,9 +83,7 @@ class RoutedExperts(nn.Module):
     def forward(self, tokens: Routed) -> Tensor:
         """What this rank's weights add to each token, [n, dim]: a part of the sum over ranks."""
         t = tokens
-        return kernels.moe(
-            t.x, t.slots, t.weights, self.w13, self.w2, self.limit, t.first, t.pairs
-        )
+        return kernels.moe(t.x, t.slots, t.weights, self.w13, self.w2, self.limit, t.first, t.pairs)
 
 
 def _slot_table(copies: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor]:

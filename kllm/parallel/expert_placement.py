@@ -150,7 +150,9 @@ def _spread(
             rooms = [r for r in range(ranks) if len(held[r]) < per_rank]
             fits = [r for r in rooms if expert not in held[r]]
             if not fits:  # only ranks that have the expert have room: another one moves there
-                donor = min((r for r in range(ranks) if expert not in held[r]), key=total.__getitem__)
+                donor = min(
+                    (r for r in range(ranks) if expert not in held[r]), key=total.__getitem__
+                )
                 moved = min(held[donor] - held[rooms[0]], key=load.__getitem__)
                 _move(held, total, load, moved, donor, rooms[0])
                 fits = [donor]

@@ -18,7 +18,7 @@ TIMEOUT_S = 30.0
 
 def run_ranks(size: int, work: Callable[[Communicator], T]) -> list[T]:
     """What `work` returned on each rank; the first error of a rank ends all of them."""
-    group = _Group(size)
+    group = ThreadGroup(size)
 
     def run(rank: int) -> T:
         try:
@@ -35,7 +35,9 @@ def run_ranks(size: int, work: Callable[[Communicator], T]) -> list[T]:
     return [future.result() for future in futures]
 
 
-class _Group:
+class ThreadGroup:
+    """Where the ranks of a group meet."""
+
     def __init__(self, size: int) -> None:
         self.size = size
         self.barrier = Barrier(size, timeout=TIMEOUT_S)
@@ -48,7 +50,7 @@ class _Group:
 class ThreadComm:
     """One rank of a group of threads. Collectives are over when the call returns."""
 
-    def __init__(self, group: _Group, rank: int) -> None:
+    def __init__(self, group: ThreadGroup, rank: int) -> None:
         self._group = group
         self.rank = rank
         self.size = group.size
