@@ -18,7 +18,8 @@ from kllm.parallel.stripes import stripe_tokens
 
 LOGIT_BYTES = 4  # logits are gathered in float32
 SLOT_BYTES = {True: 4, False: 8}  # of an index in a selection that travels: prompts, decodes
-ROUTE_BYTES = 12  # an expert id int64 and its weight float32
+ROUTE_BYTES = 8  # a slot int32 and its weight float32
+COUNT_BYTES = 16  # two int64 numbers that announce what comes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,12 +122,11 @@ def _stage(
     if first:
         yield reduce("embedding", 1)
     yield reduce("attention output", len(layers))
-    yield reduce("dense and shared FFN", _count(model.ffn_layers, layers))
-    experts = _count(model.expert_layers, layers)
+    # Shared and routed experts of a rank are added up before they are reduced.
+    yield reduce("FFN and experts", _count((*model.ffn_layers, *model.expert_layers), layers))
     if layout.ep > 1:
-        yield from _dispatch(model, layout, rows, experts, e)
-    else:
-        yield reduce("experts", experts)
+        experts = _count(model.expert_layers, layers)
+        yield from _dispatch(model, layout, step, rows, experts, e)
     if step.prefill:
         yield from _sequence(model, layout, step, layers, kv_dtype)
     if not last:
@@ -147,26 +147,36 @@ def _stage(
 
 
 def _dispatch(
-    model: ModelShape, layout: ParallelConfig, rows: float, calls: int, e: float
+    model: ModelShape, layout: ParallelConfig, step: Step, rows: float, calls: int, e: float
 ) -> Iterator[Exchange]:
-    """Each of the tp ranks sends its share of the tokens; the sums come back and are gathered."""
-    experts, k, ep = model.dims.experts, model.experts_per_token, layout.ep
-    # A token goes once to each rank that has some of its experts, this rank left out.
-    sent = rows / layout.tp * expected_destinations(experts, k, ep) * (ep - 1) / ep
-    for what, row in (
-        ("dispatch", model.hidden * e + k * ROUTE_BYTES),
-        ("combine", model.hidden * e),
-    ):
+    """Each of the tp ranks sends its share of the tokens and gets their sums back.
+
+    Where all ranks of the group run the same tokens, the reduction over tp is all that is needed.
+    """
+    ep, k, backend = layout.ep, model.experts_per_token, layout.ep_backend
+    if backend == "auto" and ep == layout.tp:
+        return
+    if backend == "auto" and not step.prefill:
+        backend = "all_gather"  # fixed shapes, so that a CUDA graph can hold a decode step
+    token, routing = model.hidden * e, float(k * ROUTE_BYTES)
+    share = rows / layout.tp
+    if backend == "all_gather":
+        out, back, sent = ALL_GATHER, "reduce_scatter", share * (ep - 1)
+    else:
+        # A token goes once to each rank that has some of its experts, this rank left out.
+        reached = expected_destinations(model.dims.experts, k, ep)
+        out, back, sent = "all_to_all", "all_to_all", share * reached * (ep - 1) / ep
+    messages = {"dispatch": sent * token, "routing": sent * routing, "combine": sent * token}
+    if back == "all_to_all":
+        messages["token counts"] = float(COUNT_BYTES * (ep - 1))
+    for what, nbytes in messages.items():
         yield Exchange(
-            what=what, collective="all_to_all", ranks=ep, calls=calls, sent_bytes=calls * sent * row
+            what=what,
+            collective=back if what == "combine" else out,
+            ranks=ep,
+            calls=calls,
+            sent_bytes=calls * nbytes,
         )
-    yield Exchange(
-        what="combined tokens",
-        collective="all_gather",
-        ranks=layout.tp,
-        calls=calls,
-        sent_bytes=calls * all_gather_bytes(1, layout.tp) * rows * model.hidden * e,
-    )
 
 
 def _sequence(
@@ -205,4 +215,4 @@ def _sequence(
 
 
 def _count(layers: tuple[int, ...], among: range) -> int:
-    return sum(layer in among for layer in layers)
+    return len(set(layers) & set(among))

@@ -59,3 +59,53 @@ def test_numbers_are_printed_in_the_units_of_the_field() -> None:
         "284 B",
     ]
     assert [size(n) for n in (0, 17_840_000, 159_609_000_000)] == ["0 B", "17.8 MB", "160 GB"]
+
+
+def test_a_layout_is_computed_for_a_gpu() -> None:
+    text = run("glm-5.2", "--layout", "dp=8,ep=8", "--gpu", "h200")
+    assert "glm-5.2 dp8+ep8" in text
+    assert "8 x h200" in text
+    assert "2,320,960 tokens" in text
+    assert "53,940.00 bytes" in text
+    for what in ("dispatch", "combine"):
+        assert what in text
+    assert "Modelled" in text
+
+
+def test_context_parallelism_says_when_a_ring_hides_its_transfers() -> None:
+    text = run("deepseek-v4", "--layout", "cp=8,ep=8", "--link", "ib400", "--cached", "100000")
+    for kind in ("CSA", "HCA", "Break-even", "when a ring step hides"):
+        assert kind in text
+    assert "requests' state" in text
+
+
+def test_a_layout_as_json_has_the_tables_numbers() -> None:
+    args = ("glm-5.2", "--layout", "tp=8", "--gpu", "b300", "--memory-fraction", "0.872")
+    found = json.loads(run(*args, "--json"))
+    assert found["kv_tokens"] == found["capacity"]["rank_tokens"] == 2_900_499
+    assert found["device"]["memory_bytes"] == 288e9
+    assert found["fidelity"] == "modelled"
+    smaller = json.loads(run(*args, "--memory-gb", "200", "--json"))
+    assert smaller["kv_tokens"] < found["kv_tokens"]
+
+
+def test_weights_that_do_not_fit_are_said_to() -> None:
+    assert "the weights do not fit" in run("glm-5.2", "--layout", "tp=1")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("glm-5.2", "--layout", "tp=3"), "tp 3 does not divide the 64 attention heads"),
+        (("glm-5.2", "--layout", "tp3"), "cannot be read at 'tp3'"),
+        (("glm-5.2", "--layout", "tp=2", "--gpu", "abacus"), "unknown GPU 'abacus'"),
+        (("glm-5.2", "--layout", "tp=2", "--link", "string"), "unknown link 'string'"),
+        (("glm-5.2", "--layout", "tp=2", "--dtype", "int3"), "unknown weight dtype 'int3'"),
+        (("glm-5.2", "--layout", "tp=2", "--kv-dtype", "fp3"), "unknown KV dtype 'fp3'"),
+        (("--layout", "tp=2"), "--layout needs a model"),
+    ],
+)
+def test_a_layout_that_cannot_be_is_refused(args: tuple[str, ...], message: str) -> None:
+    with pytest.raises(ConfigError, match=message) as refused:
+        run(*args)
+    assert refused.value.exit_code == 2
