@@ -1,20 +1,23 @@
 """Drives a network on context-parallel ranks, as threads, through hand-made plans; no engine."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from kllm.attention.context import ForwardContext
+from kllm.cache.handover import hand_over
 from kllm.cache.pool import KVPool
 from kllm.core import Plan
 from kllm.models.base import CausalLM
 from kllm.parallel.communicator import Communicator
-from kllm.parallel.sequence import LocalPlan, local_plan
+from kllm.parallel.sequence import LocalPlan, Piece, SequenceStep, local_plan
 from kllm.parallel.stripes import Stripes
 from tests.parallel.threads import run_ranks
 
+T = TypeVar("T")
 POISON = 1e4  # what nobody has written: reading it shows, multiplying it by 0 does not
 
 
@@ -63,9 +66,16 @@ class SequenceHarness:
                 compute_dtype=next(model.parameters()).dtype,
                 device=self.device,
             )
-            for state in (*pool.spec.paged, *pool.spec.rings):
+            for state in pool.spec.paged:
                 for layer in state.layers:
-                    pool._tensors[state.name, layer].fill_(POISON)
+                    pages = pool.pages(state.name, layer)
+                    values = torch.full((*pages.shape[:3], state.entry.width), POISON)
+                    pages.copy_(pool.pack(state.name, values))
+            for ring_state in pool.spec.rings:
+                for layer in ring_state.layers:
+                    rings = pool.rings(ring_state.name, layer)
+                    values = torch.full((*rings.shape[:2], ring_state.width), POISON)
+                    rings.copy_(pool.pack(ring_state.name, values))
             self.pools.append(pool)
         self.lengths = np.zeros(requests, np.int32)
 
@@ -93,17 +103,10 @@ class SequenceHarness:
             shard_tables=tables,
         )
 
-    def step(
-        self, tokens: dict[int, Sequence[int]], decodes: Collection[int] = ()
-    ) -> dict[int, Tensor]:
-        """Run the given tokens of each request; logits [n, V] of every one of them.
+    def on_ranks(self, plan: Plan, work: Callable[[LocalPlan, ForwardContext], T]) -> list[T]:
+        """What `work` returned on each rank, given its part of a group's plan."""
 
-        Args:
-            decodes: requests whose prompt is done: their owners run them, one token each.
-        """
-        order, plan = self.plan(tokens, decodes)
-
-        def work(comm: Communicator) -> tuple[LocalPlan, Tensor]:
+        def run(comm: Communicator) -> T:
             local = local_plan(
                 plan,
                 self.stripes,
@@ -120,11 +123,26 @@ class SequenceHarness:
                 sequence=(comm, local.step),
             )
             with torch.inference_mode():
-                self.model.prepare(ctx)
-                return local, self.model.logits(self.model(ctx))
+                return work(local, ctx)
+
+        return run_ranks(self.ranks, run)
+
+    def step(
+        self, tokens: dict[int, Sequence[int]], decodes: Collection[int] = ()
+    ) -> dict[int, Tensor]:
+        """Run the given tokens of each request; logits [n, V] of every one of them.
+
+        Args:
+            decodes: requests whose prompt is done: their owners run them, one token each.
+        """
+        order, plan = self.plan(tokens, decodes)
+
+        def work(local: LocalPlan, ctx: ForwardContext) -> tuple[LocalPlan, Tensor]:
+            self.model.prepare(ctx)
+            return local, self.model.logits(self.model(ctx))
 
         out: dict[int, Tensor] = {}
-        for local, logits in run_ranks(self.ranks, work):
+        for local, logits in self.on_ranks(plan, work):
             row = 0
             for i, length in zip(local.origin, local.plan.query_lens.tolist(), strict=True):
                 if i >= 0:
@@ -135,3 +153,27 @@ class SequenceHarness:
                 row += length
         self.lengths[order] += plan.query_lens
         return out
+
+    def run(self, token_ids: Sequence[int], chunks: Sequence[int], request: int = 0) -> Tensor:
+        """Feed one request's prompt in chunks of the given sizes; logits [sum(chunks), V]."""
+        out, start = [], 0
+        for size in chunks:
+            out.append(self.step({request: token_ids[start : start + size]})[request])
+            start += size
+        return torch.cat(out)
+
+    def finish(self, requests: Sequence[int]) -> None:
+        """Hand finished prompts over to their owners."""
+        pieces = tuple(
+            Piece(0, int(self.lengths[r]), int(self.owners[r]), slice(0), True) for r in requests
+        )
+        tables = self.tables[:, requests]
+
+        def work(comm: Communicator) -> None:
+            rank = comm.rank
+            step = SequenceStep(
+                rank, self.stripes, self.ring, pieces, self.rows[requests], tables[rank]
+            )
+            hand_over(self.pools[rank], comm, step, torch.from_numpy(tables[rank]))
+
+        run_ranks(self.ranks, work)
