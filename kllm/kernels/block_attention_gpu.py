@@ -45,7 +45,7 @@ def flashinfer(
 def cudnn(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tuple[Tensor, Tensor]:
     """cuDNN's attention, as torch calls it; one KV head a query head."""
     if q.shape[1] != k.shape[1]:
-        raise ValueError("torch passes no grouped heads on to cuDNN")
+        raise ValueError("torch checks grouped heads above this call and not in it")
     batch = [x.transpose(0, 1).unsqueeze(0) for x in (q, k, v)]  # [1, H, n, D]
     out, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         *batch, None, compute_log_sumexp=True, is_causal=causal, scale=scale
