@@ -56,6 +56,7 @@ class Outcome:
 
     state: State
     reason: str = ""  # why not complete, one sentence
+    too_large: bool = False  # it failed because the machine's memory does not hold it
     start_s: float = 0.0  # weights and engine, before the run
     warmup_s: float = 0.0
     run_s: float = 0.0

@@ -287,7 +287,7 @@ def notes_of(findings: Findings) -> list[str]:
     counts = {state: sum(t.state == state for t in findings.trials) for state in STATES}
     notes.append(
         f"{counts['complete']} trials ran to their end, {counts['stopped']} were stopped early, "
-        f"{counts['failed']} failed, {counts['pruned']} were ruled out by the cost model."
+        f"{counts['failed']} failed, {counts['pruned']} were ruled out before they ran."
     )
     if setup.resolved.weights is None:
         notes.append("Random weights: timings and memory are real, the text is meaningless.")

@@ -28,6 +28,7 @@ from kllm.tuners.space import Space
 FIRST_POINTS = 5  # the default, the model's best, and three spread-out ones
 SLO_SPAN = 3.0  # log units from the limit: 20 times too slow is just too slow
 SCORE_SPAN = 3.0  # log units below the best at which scores are cut: 20 times worse is just bad
+FAILURES = 2  # for lack of memory, of smaller points: enough where nothing as large ever ran
 AUGMENT = 0.05  # share of the plain sum in a Pareto scalarisation (Knowles 2006, ParEGO)
 
 
@@ -39,6 +40,7 @@ class Evidence:
     running: tuple[int, ...]
     measured: tuple[tuple[int, Mapping[str, float]], ...]  # complete and stopped runs
     complete: frozenset[int]  # points measured to the end
+    too_large: tuple[int, ...] = ()  # points that the machine's memory did not hold
 
 
 def evidence(trials: Sequence[FrozenTrial], space: Space, but: int | None = None) -> Evidence:
@@ -53,6 +55,7 @@ def evidence(trials: Sequence[FrozenTrial], space: Space, but: int | None = None
     running: list[int] = []
     measured: list[tuple[int, Mapping[str, float]]] = []
     complete: set[int] = set()
+    too_large: list[int] = []
     for trial in trials:
         params = trial.params or trial.system_attrs.get("fixed_params", {})
         # A space with a single point has no parameters; its one trial then has none either.
@@ -66,7 +69,30 @@ def evidence(trials: Sequence[FrozenTrial], space: Space, but: int | None = None
             measured.append((index, metrics))
             if trial.state == TrialState.COMPLETE:
                 complete.add(index)
-    return Evidence(frozenset(taken), tuple(running), tuple(measured), frozenset(complete))
+        if trial.user_attrs.get("outcome", {}).get("too_large"):
+            too_large.append(index)
+    return Evidence(
+        frozenset(taken), tuple(running), tuple(measured), frozenset(complete), tuple(too_large)
+    )
+
+
+def oversized(space: Space, seen: Evidence) -> dict[int, str]:
+    """Points that will not fit either, because smaller ones did not, with the reason.
+
+    One failure speaks for the points that only hold more requests or tokens; FAILURES of them
+    for all larger ones, whatever the other parameters, unless something as large did run.
+    """
+    ran = [index for index, _ in seen.measured]
+    found: dict[int, str] = {}
+    for index in range(len(space.points)) if seen.too_large else ():
+        if index in seen.taken:
+            continue
+        smaller = [i for i in seen.too_large if space.holds_more(index, i, alike=False)]
+        twin = any(space.holds_more(index, i, alike=True) for i in smaller)
+        many = len(smaller) >= FAILURES
+        if twin or (many and not any(space.holds_more(i, index, alike=False) for i in ran)):
+            found[index] = "too large: smaller settings did not fit the memory"
+    return found
 
 
 def scores(
@@ -168,7 +194,10 @@ class PointSampler(BaseSampler):
         return self.space.default[param_name]
 
     def ruled_out(self, seen: Evidence) -> dict[int, str]:
-        """Points of which the cost model is sure that they cannot win, with the reason."""
+        """Points that cannot win by the cost model, or that will not fit, with the reason."""
+        return self._hopeless(seen) | oversized(self.space, seen)
+
+    def _hopeless(self, seen: Evidence) -> dict[int, str]:
         runs = [(i, metrics) for i, metrics in seen.measured if i in seen.complete]
         if self.prior is None or not self.goal.single or not runs:
             return {}

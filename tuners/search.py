@@ -163,7 +163,7 @@ class Search:
     def _choose(self) -> tuple[optuna.Trial, int] | str:
         """A trial of a point that nobody else runs, or why there is none.
 
-        The first choice may be one that the cost model rules out: it is stored with the reason,
+        The first choice may be one that is ruled out: it is stored with the reason,
         and the next choice avoids all such points.
         """
         self.sampler.avoid_hopeless = False
@@ -175,7 +175,7 @@ class Search:
                 if left == 0:
                     return "every valid combination was tried"
                 if left == len(hopeless):
-                    return "the cost model rules out every combination that was not tried"
+                    return "every combination that was not tried cannot win or will not fit"
             trial = self.study.ask(self.sampler.distributions)
             trial.set_user_attr("owner", _owner_of(os.getpid()))
             index = self.space.find({**self.space.default, **trial.params})

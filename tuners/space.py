@@ -90,6 +90,7 @@ class Param:
     target: str  # dotted path in EngineConfig
     choices: tuple[Value, ...] | Range
     log: bool = False  # numbers whose ratio matters, not their difference
+    grows: bool = False  # a larger value never needs less memory
     applies: Callable[[Site], bool] = _everywhere
     usable: Callable[[Value, Site], bool] = _any_value
     when: Callable[[Settings], bool] = _always
@@ -222,6 +223,17 @@ class Space:
     def settings(self, index: int) -> dict[str, Value]:
         """The settings of point `index`, fixed ones included."""
         return self._settings(self.points[index])
+
+    def holds_more(self, one: int, other: int, *, alike: bool) -> bool:
+        """Whether point `one` needs no less memory than `other` by all parameters that `grow`.
+
+        Args:
+            one: a point.
+            other: a point.
+            alike: ask in addition that all other parameters are equal.
+        """
+        pairs = zip(self.params, self.points[one], self.points[other], strict=True)
+        return all(float(a) >= float(b) if p.grows else a == b or not alike for p, a, b in pairs)
 
     def find(self, settings: Settings) -> int | None:
         """Index of the point with these settings (names that are missing: the default)."""

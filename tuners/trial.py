@@ -65,6 +65,8 @@ class WorkerRunner:
     ) -> Outcome:
         """Measure one config. Never raises for what the config does to the engine.
 
+        One that does not fit the memory of a worker that ran others is tried in a new one.
+
         Args:
             config: of the engine.
             workload: what it serves.
@@ -75,12 +77,23 @@ class WorkerRunner:
             WorkerError: no worker can be started.
         """
         start = self.clock()
+        limit = None if timeout_s is None else start + timeout_s
+        request = protocol.Run(config, workload, self.memory_limit_bytes)
+        used = self._worker is not None and self._worker.alive
+        outcome, begun = self._follow(request, rule, limit)
+        if used and outcome.too_large and not begun:
+            # What earlier runs left in the process may be why; in use it would have its own.
+            outcome, _ = self._follow(request, rule, limit)
+        return replace(outcome, total_s=self.clock() - start)
+
+    def _follow(
+        self, request: protocol.Run, rule: Rule | None, limit: float | None
+    ) -> tuple[Outcome, bool]:
+        """One run in the worker that there is, or in a new one, and whether it got to serving."""
         if self._worker is None or not self._worker.alive:
             self.close()
             self._worker = _Worker(self.command)
         watch = _Watch(self._worker, rule, self.memory_limit_bytes, self.clock)
-        limit = None if timeout_s is None else start + timeout_s
-        request = protocol.Run(config, workload, self.memory_limit_bytes)
         try:
             outcome = watch.follow(request, limit)
         except BaseException:
@@ -88,7 +101,7 @@ class WorkerRunner:
             raise
         if watch.broken:
             self.close()
-        return replace(outcome, total_s=self.clock() - start)
+        return outcome, watch.started is not None
 
     def close(self) -> None:
         """End the worker."""

@@ -27,7 +27,7 @@ from kllm.bench.workloads import Workload
 from kllm.config import EngineConfig
 from kllm.core import FinishReason
 from kllm.engine.engine import Engine
-from kllm.errors import KllmError
+from kllm.errors import CapacityError, KllmError
 from kllm.models.base import CausalLM, Groups
 from kllm.models.load import load_model, resolve
 from kllm.tuners import protocol
@@ -104,7 +104,14 @@ def main() -> None:
         limit_memory(request.memory_limit_bytes)
         outcome = measure(request, models, channel)
         channel.send(protocol.Done(outcome))
-        gc.collect()
+        release_memory()
+
+
+def release_memory() -> None:
+    """Give back what the last engine held: the next one is sized by what is free."""
+    gc.collect()
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
 
 
 def protect() -> None:
@@ -142,12 +149,14 @@ def measure(request: protocol.Run, models: Models, channel: Channel) -> Outcome:
         reset_peak_memory(request.config)
         channel.send(observer.started)
         run = run_workload(engine, request.workload, observer=observer)
+    except CapacityError as error:
+        return Outcome(state="failed", reason=str(error), too_large=True)
     except KllmError as error:
         return Outcome(state="failed", reason=str(error))
     except (RuntimeError, MemoryError) as error:
         if not (reason := out_of_memory(error)):
             raise
-        return Outcome(state="failed", reason=reason)
+        return Outcome(state="failed", reason=reason, too_large=True)
     finally:
         if engine is not None:
             engine.close()

@@ -3,9 +3,11 @@
 Usage: fake_worker.py '{"64": "die"}': with token_budget 64 it kills itself. Other deeds: "hang",
 "exit" (traceback), "nonsense" (not a message), "grow" (memory), "deaf" (ignores a stop), "park"
 (waits in the middle of the run until it is told to stop), "wait" (for ever, before the first
-progress; first writes a line to the pipe that FAKE_PARKED names). "*": every other budget.
+progress; first writes a line to the pipe that FAKE_PARKED names), "large" (does not fit), "full"
+(does not fit in a worker that ran something before). "*": every other budget.
 """
 
+import itertools
 import json
 import os
 import signal
@@ -43,11 +45,15 @@ def send(message: protocol.Reply) -> None:
     sys.stdout.flush()
 
 
-def serve(request: protocol.Run, stop: threading.Event) -> None:
+def serve(request: protocol.Run, stop: threading.Event, runs: int) -> None:
     scheduler, cache = request.config.scheduler, request.config.cache
     settings = asdict(scheduler) | {"kv_dtype": cache.dtype, "page_size": cache.page_size}
     deed = DEEDS.get(str(scheduler.token_budget), DEEDS.get("*", ""))
     misbehave(deed)
+    if deed == "large" or (deed == "full" and runs):
+        failed = protocol.Outcome(state="failed", reason="out of device memory", too_large=True)
+        send(protocol.Done(failed))
+        return
     outcome = fake.run(settings)
     send(protocol.Started(outcome.num_requests, outcome.num_output_tokens))
     if deed == "wait":
@@ -101,9 +107,9 @@ def main() -> None:
         os._exit(0)
 
     threading.Thread(target=listen, daemon=True).start()
-    while True:
+    for runs in itertools.count():
         ready.acquire()
-        serve(pending.pop(), stop)
+        serve(pending.pop(), stop, runs)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from kllm.tuners.interrupt import Interrupt
 from kllm.tuners.outcome import Outcome
 from kllm.tuners.params import CONSTRAINTS, PARAMS
 from kllm.tuners.prior import Guess, Prior
-from kllm.tuners.sampler import PointSampler
+from kllm.tuners.sampler import Evidence, PointSampler, oversized
 from kllm.tuners.search import Search
 from kllm.tuners.space import Space, Value
 from kllm.tuners.storage import open_storage
@@ -141,6 +141,42 @@ def test_hopeless_points_are_pruned_with_the_model_reason_and_cost_no_trial() ->
     assert search.ran() == 12
     assert all("hopeless by the cost model" in t.reason for t in pruned)
     assert all(int(t.settings["max_batch"]) < 64 for t in pruned)
+
+
+def too_large_from(budget: int):
+    """Measures, but token budgets from this on do not fit the memory."""
+
+    def measure(settings: Mapping[str, Value], best: Trial | None) -> Outcome:
+        if int(settings["token_budget"]) >= budget:
+            return Outcome(state="failed", reason="out of device memory", too_large=True)
+        return fake.run(settings)
+
+    return measure
+
+
+def test_what_is_larger_than_what_did_not_fit_is_not_run() -> None:
+    search = search_in(optuna.storages.InMemoryStorage(), too_large_from(4096))
+    search.run(trials=40)
+    trials = search.trials()
+    failed = [t for t in trials if t.state == "failed"]
+    assert {t.settings["token_budget"] for t in failed} <= {4096}
+    space = search.space
+    huge = [p for p in range(len(space.points)) if space.settings(p)["token_budget"] == 4096]
+    assert len(failed) <= 8 < len(huge)
+    for late in failed[2:]:  # each was smaller in the batch than all but one of those before
+        before = [t for t in failed if t.number < late.number]
+        assert sum(t.settings["max_batch"] <= late.settings["max_batch"] for t in before) < 2
+
+
+def test_failure_of_a_smaller_point_does_not_rule_out_what_is_known_to_run() -> None:
+    space = fake.space()
+    at = [space.find({"token_budget": b, "max_batch": 8}) for b in (512, 1024, 4096)]
+    also = space.find({"token_budget": 512, "max_batch": 8, "page_size": 32})
+    other = space.find({"token_budget": 1024, "max_batch": 8, "page_size": 64})
+    seen = Evidence(frozenset(), (), ((at[2], {}),), frozenset(), (at[0], also))
+    found = oversized(space, seen)
+    assert at[1] in found  # the same but for the budget, and 512 did not fit
+    assert other not in found  # something as large did run
 
 
 def test_model_that_knows_nothing_is_no_prior() -> None:

@@ -117,6 +117,21 @@ def test_worker_that_does_not_stop_is_ended(make, monkeypatch) -> None:
     assert runner.run(GOOD, WORKLOAD).state == "complete"
 
 
+def test_what_does_not_fit_a_used_worker_is_tried_in_a_new_one(make) -> None:
+    runner = make("full")
+    assert runner.run(GOOD, WORKLOAD).state == "complete"
+    pid = worker_of(runner)
+    assert runner.run(BAD, WORKLOAD).state == "complete"
+    assert worker_of(runner) != pid
+
+
+def test_what_does_not_fit_a_new_worker_has_failed(make) -> None:
+    runner = make("large")
+    failed = runner.run(BAD, WORKLOAD)
+    assert (failed.state, failed.too_large) == ("failed", True)
+    assert runner.run(GOOD, WORKLOAD).state == "complete"
+
+
 def test_time_is_counted_from_the_request(make) -> None:
     ticks = iter(range(1000))
     runner = make("")
