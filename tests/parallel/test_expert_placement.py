@@ -117,7 +117,7 @@ def test_experts_that_do_not_divide_are_refused_with_what_would() -> None:
         in_order(8, 0, 3)
     with pytest.raises(ConfigError, match=r"8 routed experts and 2 .* 4 ranks; 4 redundant"):
         balanced([1] * 8, 2, 4)
-    with pytest.raises(ConfigError, match="10 redundant experts are more .*; 8 put every"):
+    with pytest.raises(ConfigError, match=r"10 redundant experts are more .*; 8 put every"):
         in_order(8, 10, 2)
 
 
