@@ -79,7 +79,8 @@ def plan_kv(
     wanted = config.max_model_len or model_len
     # No more pages than all requests at full length can fill.
     most = max_batch * -(-wanted // page)
-    num_pages = min(int((memory - state) // per_page) - SCRATCH, most)
+    # A pipeline stage may store nothing in its pages.
+    num_pages = min(int((memory - state) // max(per_page, 1.0)) - SCRATCH, most)
     held = max(0, num_pages) * page
     if num_pages < 1 or held < config.max_model_len:
         need = state + per_page * (SCRATCH + -(-(config.max_model_len or page) // page))

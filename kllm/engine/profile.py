@@ -31,7 +31,8 @@ def activation_bytes(
         return 0
     page = page_size(config, model.cache_spec)
     positions = config.max_model_len or model.config.max_position_embeddings
-    room = int(free_bytes(device) // model.cache_spec.bytes_per_token(kv_dtype))
+    # A pipeline stage may store nothing that grows.
+    room = int(free_bytes(device) // max(1.0, model.cache_spec.bytes_per_token(kv_dtype)))
     longest = max(1, min(positions, room))
     tokens = min(config.scheduler.token_budget, longest)
     try:
@@ -88,6 +89,8 @@ def _peak(
     before = torch.cuda.memory_allocated(device)
     ctx = ForwardContext.from_plan(plan, pool, device)
     model.prepare(ctx)
-    model.logits(model(ctx)[-1:])
+    state = model(ctx, [] if model.stage.first else model.stand_in(ctx))
+    if model.stage.last:
+        model.logits(state[-1:])
     torch.cuda.synchronize(device)
     return torch.cuda.max_memory_allocated(device) - before

@@ -1,5 +1,7 @@
 """KV memory is divided so that state, pages and one request fit, or refused with numbers."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -67,6 +69,21 @@ def test_no_more_pages_are_taken_than_requests_can_fill() -> None:
     budget = plan(config(max_model_len=100, batch=3, memory_bytes=1 << 30))
     assert budget.num_pages == 3 * -(-100 // budget.page_size)
     assert plan(config(batch=3, memory_bytes=1 << 30), model_len=100).max_model_len == 100
+
+
+def test_a_stage_without_paged_layers_has_as_many_pages_as_are_useful() -> None:
+    spec = replace(SPEC, paged=tuple(replace(state, layers=()) for state in SPEC.paged))
+
+    def pages(memory: int) -> int:
+        settings = config(256, memory_bytes=memory)
+        budget = plan_kv(
+            settings, spec, kv_dtype="float32", model_len=1024, device=CPU, activation_bytes=0
+        )
+        return budget.num_pages * budget.page_size
+
+    assert pages(10_000) == 3 * 256
+    with pytest.raises(CapacityError, match="state of 3 requests"):
+        pages(100)
 
 
 def test_a_cpu_engine_takes_a_bounded_share_of_the_machine() -> None:
