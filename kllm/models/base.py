@@ -19,6 +19,7 @@ from kllm.cache.spec import CacheSpec
 from kllm.errors import ConfigError
 from kllm.parallel.communicator import Communicator
 from kllm.parallel.expert_placement import ExpertOptions
+from kllm.parallel.layout import stage_bounds
 from kllm.parallel.single import SingleComm
 
 STORED_BITS = {
@@ -113,31 +114,19 @@ class Stage:
     count: int  # layers of the model
 
     @classmethod
-    def split(cls, count: int, stages: int) -> "tuple[Stage, ...]":
-        """`count` layers in `stages` runs of equal length; the first ones may have one more.
-
-        The last stage is not among the longer ones, because the lm head is its work too.
+    def of(cls, count: int, pp: Communicator) -> "Stage":
+        """This rank's stage of a model of `count` layers; see `stage_bounds`.
 
         Raises:
             ConfigError: when a stage would have no layer.
         """
-        if stages > count:
+        if pp.size > count:
             raise ConfigError(
-                f"pp {stages} leaves pipeline stages empty: the model has {count} layers; use a "
+                f"pp {pp.size} leaves pipeline stages empty: the model has {count} layers; use a "
                 f"pp of at most {count}"
             )
-        each, more = divmod(count, stages)
-        bounds = [each * i + min(i, more) for i in range(stages + 1)]
-        return tuple(cls(bounds[i], bounds[i + 1], count) for i in range(stages))
-
-    @classmethod
-    def of(cls, count: int, pp: Communicator) -> "Stage":
-        """This rank's stage of a model of `count` layers.
-
-        Raises:
-            ConfigError: when a stage would have no layer.
-        """
-        return cls.split(count, pp.size)[pp.rank]
+        bounds = stage_bounds(count, pp.size)
+        return cls(bounds[pp.rank], bounds[pp.rank + 1], count)
 
     @property
     def first(self) -> bool:
