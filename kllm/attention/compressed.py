@@ -5,6 +5,7 @@ tokens from a ring, and entries that summarise groups of tokens, from pages. CSA
 entries its indexer scores best, HCA to all visible ones. One softmax runs over both sets.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,14 +21,7 @@ from kllm.attention.indexing import (
     stored_keys,
     visible_slots,
 )
-from kllm.attention.ring import (
-    RingPiece,
-    Shards,
-    find_shards,
-    ring_context,
-    travelling,
-    unpack_part,
-)
+from kllm.attention.ring import find_shards, ring_context, travelling, unpack_part
 from kllm.attention.ring_selection import part_of, select_travelling
 from kllm.attention.rings import (
     Chunk,
@@ -39,7 +33,7 @@ from kllm.attention.rings import (
     window_slots,
     write_ring,
 )
-from kllm.kernels import SoftmaxState
+from kllm.kernels import SoftmaxState, Span
 
 WINDOW = "window"  # the ring state of the newest keys
 BLOCK_BYTES = 1 << 28  # bounds index lists and scores of long prefills
@@ -81,7 +75,9 @@ def attend(
         out = torch.empty_like(q)
         keys = iter(near)
         for runs in prompts(ctx):
-            entries = _read_entries(ctx, layer, runs[-1], kind, index) if kind else None
+            last, entries = runs[-1], None
+            if kind and last.end >= kind.ratio:
+                entries = _read_entries(ctx, layer, last, kind, index)
             for run in runs:
                 out[run.rows] = _attend_chunk(run, q, next(keys), sink, window, entries, index)
     if ctx.num_decodes:
@@ -189,42 +185,31 @@ def _attend_travelling(
     The softmax starts with the window, whose keys are here, and takes in the entries of one rank
     after the other. Called on all ranks of the group, also on those without chunks.
     """
-    scale = q.shape[2] ** -0.5
-    state = SoftmaxState.empty(*q.shape, q.device)
+    state = SoftmaxState.empty(len(q), q.shape[1], q.shape[2], q.device)
     for chunk, keys in zip(chunks(ctx), near, strict=True):
         idx = _window_rows(chunk, slice(0, chunk.end - chunk.start), keys, window)
-        part = state.rows(chunk.rows)
-        kernels.sparse_block_attention(part, q[chunk.rows], keys, idx, scale)
+        _add(state.rows(chunk.rows), q[chunk.rows], keys.unsqueeze(1), (), idx)
     shards = find_shards(ctx, kind.ratio)
     if len(shards.slots):  # some rank has an entry; the same on all ranks
-        chosen = select_travelling(ctx, layer, shards, index) if index else None
+        chosen: list[Tensor | None] = [None] * len(shards.pieces)
+        if index:
+            chosen = select_travelling(ctx, layer, shards, index)
         for source, block in travelling(ctx, kind.state, layer, shards):
-            for i, piece in enumerate(shards.pieces):
-                ids = chosen[i] if chosen else None
-                _add_entries(ctx, state, q, kind, shards, piece, source, block, ids)
+            for piece, ids in zip(shards.pieces, chosen, strict=True):
+                spans = shards.spans(piece, source)
+                if spans:
+                    entries = unpack_part(ctx.pool, kind.state, block[piece.parts[source]])
+                    listed = None if ids is None else part_of(shards, ids, source)
+                    _add(state.rows(piece.rows), q[piece.rows], entries, spans, listed)
     return kernels.finish_softmax(state, q.dtype, sink)
 
 
-def _add_entries(
-    ctx: ForwardContext,
-    state: SoftmaxState,
-    q: Tensor,
-    kind: Compression,
-    shards: Shards,
-    piece: RingPiece,
-    source: int,
-    block: Tensor,
-    ids: Tensor | None,
+def _add(
+    state: SoftmaxState, q: Tensor, keys: Tensor, spans: Sequence[Span], idx: Tensor | None
 ) -> None:
-    """Add the entries of a piece's request that came from one rank; `ids`: only these."""
-    spans = shards.spans(piece, source)
-    if not spans:
-        return
+    """Add keys [s, 1, D] to the softmax of queries: those of `spans`, or those that `idx` lists."""
     scale = q.shape[2] ** -0.5
-    part, queries = state.rows(piece.rows), q[piece.rows]
-    entries = unpack_part(ctx.pool, kind.state, block[piece.parts[source]])  # [s, 1, D]
-    if ids is None:
-        kernels.block_attention(part, queries, entries, entries, spans, scale)
+    if idx is None:
+        kernels.block_attention(state, q, keys, keys, spans, scale)
     else:
-        idx = part_of(shards, ids, source)
-        kernels.sparse_block_attention(part, queries, entries.squeeze(1), idx, scale)
+        kernels.sparse_block_attention(state, q, keys.squeeze(1), idx, scale)

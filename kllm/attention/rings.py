@@ -4,10 +4,10 @@ A step writes the rows of its tokens and reads older ones. Requests that run one
 (decodes) are handled as tensors, with shapes that depend on the batch only, so that a CUDA
 graph can hold them; longer ones (chunks) one by one, with lengths the host knows.
 
-Under context parallelism a chunk is one stretch of what its group runs of a prompt, so the rows
-before it may be another rank's. Each rank keeps the rings of all requests: what lies before the
-first stretch, or will be in the ring after the last one, or is read across the seam between two
-stretches, is gathered over the group (`gather_tails`).
+Under context parallelism a chunk is one stretch of a piece that the ranks of a group run together,
+and each rank keeps the rings of all requests. So the rows of a piece that stay in the ring are
+gathered over the group, and those that are read across the seam between two stretches, whose
+ranks may differ (`gather_tails`). What comes before the piece is in every rank's ring.
 """
 
 from dataclasses import dataclass
