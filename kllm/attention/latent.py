@@ -1,4 +1,7 @@
-"""What makes keys and values of latents (MLA), and which form of attention costs less."""
+"""Attention to latents (MLA): what makes keys and values of them, and a softmax that goes on.
+
+The two forms are described in `kllm.attention.mla`.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kllm import kernels
+from kllm.attention.rings import Chunk
 from kllm.kernels import SoftmaxState, Span
 
 EXPANDED_BYTES = 1 << 29  # bounds the keys and values that a block of latents is expanded to
@@ -73,26 +77,77 @@ class LatentHeads:
                 key, value = self.expand(entries[start:stop])
                 kernels.block_attention(state, q, key, value, seen, self.scale)
 
-    def expanding_is_cheaper(self, entries: int, count: int, pairs: int, chosen: int) -> bool:
-        """Whether the expanded form costs fewer FLOPs than the absorbed one.
 
-        In units of 2 H FLOPs, with head widths N, V, rope and latents of R channels:
+class LatentSoftmax:
+    """The softmax of some queries over latents that come in blocks, in one of the two forms.
 
-            expanded: entries R (N + V) + (N + rope + V) pairs
-            absorbed: count R (N + V) + (2 R + rope) chosen
+    Args:
+        q: [n, H, N + rope].
+        expanded: whether keys and values are made of every block.
+    """
 
-        Args:
-            entries: that keys and values would be made of.
-            count: queries.
-            pairs: of a query and an entry that it sees.
-            chosen: pairs that are left where attention is sparse.
-        """
-        latent, plain, value = self.keys.shape[2], self.keys.shape[1], self.values.shape[1]
-        projections = latent * (plain + value)
-        expanded = entries * projections + (plain + self.rope + value) * pairs
-        return expanded < count * projections + (2 * latent + self.rope) * chosen
+    def __init__(self, heads: LatentHeads, q: Tensor, expanded: bool) -> None:
+        self.heads = heads
+        self.expanded = expanded
+        self.q = q if expanded else heads.absorb(q)
+        width = heads.values.shape[1] if expanded else heads.keys.shape[2]
+        self.state = SoftmaxState.empty(q.shape[0], q.shape[1], width, q.device)
+
+    def add(self, entries: Tensor, spans: Sequence[Span]) -> None:
+        """Take in entries [S, R + rope], of which the queries see what `spans` say."""
+        if self.expanded:
+            self.heads.add_expanded(self.state, self.q, entries, spans)
+        elif spans:
+            key = entries.unsqueeze(1)
+            value = key[..., : self.heads.keys.shape[2]]
+            kernels.block_attention(self.state, self.q, key, value, spans, self.heads.scale)
+
+    def add_selected(self, rows: slice, entries: Tensor, idx: Tensor) -> None:
+        """Take in the rows idx [rows, k] of `entries` for some queries; -1: none. Absorbed only."""
+        assert not self.expanded
+        rank = self.heads.keys.shape[2]
+        kernels.sparse_block_attention(
+            self.state.rows(rows), self.q[rows], entries, idx, self.heads.scale, rank
+        )
+
+    def finish(self) -> Tensor:
+        """[n, H, V], when all blocks have been taken in."""
+        o = kernels.finish_softmax(self.state, self.q.dtype)
+        return o if self.expanded else self.heads.project(o)
 
 
-def causal_pairs(start: int, end: int) -> int:
+def expanding_pays(
+    heads: LatentHeads, runs: Sequence[Chunk], entries: int, topk: int | None = None
+) -> bool:
+    """Whether the expanded form costs fewer FLOPs than the absorbed one.
+
+    For n queries that see `pairs` entries, `chosen` of them selected, with head widths N, V,
+    rope and latents of R channels, in units of 2 H FLOPs:
+
+        expanded: entries R (N + V) + (N + rope + V) pairs
+        absorbed: n R (N + V) + (2 R + rope) chosen
+
+    The expanded form masks what is not selected, so that a selection does not make it cheaper.
+
+    Args:
+        runs: the queries, stretches of one request.
+        entries: that keys and values would be made of.
+        topk: entries that a query selects; None: all it sees.
+    """
+    count = pairs = chosen = 0
+    for run in runs:
+        length = run.end - run.start
+        # Queries that see no more than `topk` entries, before those that select.
+        rising = length if topk is None else max(0, min(run.end, topk) - run.start)
+        count += length
+        pairs += _causal_pairs(run.start, run.end)
+        chosen += _causal_pairs(run.start, run.start + rising) + (length - rising) * (topk or 0)
+    latent, plain, value = heads.keys.shape[2], heads.keys.shape[1], heads.values.shape[1]
+    projections = latent * (plain + value)
+    expanded = entries * projections + (plain + heads.rope + value) * pairs
+    return expanded < count * projections + (2 * latent + heads.rope) * chosen
+
+
+def _causal_pairs(start: int, end: int) -> int:
     """Pairs of a token at start..end - 1 and one that it sees, itself included."""
     return (end - start) * (start + end + 1) // 2

@@ -9,7 +9,8 @@ and one rotary key that all heads share. Attention has two forms with equal resu
 
 Requests that run one token (decodes) are always absorbed, as tensors whose shapes depend on the
 batch only, so that a CUDA graph can hold them. Longer ones (chunks) go one by one, in the form
-that costs less, in blocks that bound the work space.
+that costs less, in blocks that bound the work space. Prompts that context-parallel ranks share
+are chunks too, unless they run as a ring (`kllm.attention.mla_ring`).
 
 Sources: DeepSeek-V2 (MLA), DeepSeek-V3.2 (DSA); layers that reuse the selection of another
 layer: GLM-5.2 model card.
@@ -21,11 +22,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.bias import causal_lower_right
 
 from kllm import kernels
 from kllm.attention.compressor import request_slots
 from kllm.attention.context import ForwardContext
+from kllm.attention.gathered import store_entries
 from kllm.attention.indexing import (
     IndexQuery,
     best_entries,
@@ -33,12 +34,12 @@ from kllm.attention.indexing import (
     stored_keys,
     visible_slots,
 )
-from kllm.attention.latent import LatentHeads, causal_pairs
+from kllm.attention.latent import LatentHeads, LatentSoftmax, expanding_pays
 from kllm.attention.mla_ring import attend_travelling
 from kllm.attention.ring import find_shards, ring_context
 from kllm.attention.ring_selection import select_travelling
 from kllm.attention.rings import Chunk, chunks
-from kllm.attention.sequence_parallel import share_entries
+from kllm.kernels import Span
 
 LATENT = "latent"  # paged state: latent, then rotary key
 INDEX_KEY = "index_key"  # paged state of the indexer
@@ -80,8 +81,14 @@ def select(ctx: ForwardContext, layer: int, index: IndexQuery) -> Selection:
         decodes = best_slots(ctx, layer, _decode_slots(ctx), index)
     if ring_context(ctx):
         return Selection(index.topk, decodes, _select_travelling(ctx, layer, index))
-    parts = tuple(_select_chunk(ctx, layer, chunk, index) for chunk in chunks(ctx))
-    return Selection(index.topk, decodes, parts)
+    parts: list[Tensor | None] = []
+    for runs in _by_prompt(ctx):
+        if runs[-1].end <= index.topk:
+            parts += [None] * len(runs)
+            continue
+        keys = _read(ctx, index.state, layer, runs[-1])
+        parts += [_select_chunk(run, index, keys[: run.end]) for run in runs]
+    return Selection(index.topk, decodes, tuple(parts))
 
 
 def _select_travelling(
@@ -147,43 +154,64 @@ def attend(
     Returns:
         [T, H, V].
     """
-    store(ctx, LATENT, layer, entries)
+    store_entries(ctx, LATENT, layer, ctx.entry_slots(), entries.unsqueeze(1))
     out = q.new_empty(*q.shape[:2], heads.values.shape[1])
     if ctx.num_decodes:
         count = slice(0, ctx.num_decodes)
         slots = selection.decodes if selection else None
         out[count] = _attend_decodes(ctx, layer, q[count], heads, slots)
+    selected = selection.chunks if selection else (None,) * len(chunks(ctx))
     if ring_context(ctx):
-        chunks_of = selection.chunks if selection else None
-        attend_travelling(ctx, layer, LATENT, q, heads, chunks_of, out)
+        attend_travelling(ctx, layer, LATENT, q, heads, selected, out)
         return out
-    for i, chunk in enumerate(chunks(ctx)):
-        chosen = selection.chunks[i] if selection else None
-        stored = _read(ctx, LATENT, layer, chunk)
-        topk = None if chosen is None else chosen.shape[1]
-        form = _expanded if expanding_pays(heads, chunk, topk) else _absorbed
-        out[chunk.rows] = form(q[chunk.rows], stored, heads, chunk, chosen)
+    chosen = {run.request: ids for run, ids in zip(chunks(ctx), selected, strict=True)}
+    for runs in _by_prompt(ctx):
+        _attend_runs(q, _read(ctx, LATENT, layer, runs[-1]), heads, runs, chosen, out)
     return out
 
 
-def store(ctx: ForwardContext, name: str, layer: int, entries: Tensor) -> None:
-    """Store the step's entries [T, channels] of a single-head state on all ranks that keep them."""
-    entries = entries.unsqueeze(1)
-    ctx.pool.write(name, layer, ctx.entry_slots(), entries)
-    share_entries(ctx, name, layer, entries[ctx.num_decodes :], 1)
+def _attend_runs(
+    q: Tensor,
+    stored: Tensor,
+    heads: LatentHeads,
+    runs: list[Chunk],
+    chosen: dict[int, Tensor | None],
+    out: Tensor,
+) -> None:
+    """Attention of stretches of one prompt to its entries `stored`; fills their rows of `out`.
 
-
-def expanding_pays(heads: LatentHeads, chunk: Chunk, topk: int | None) -> bool:
-    """Whether the expanded form of a chunk costs fewer FLOPs than the absorbed one.
-
-    The expanded form masks what is not selected, so that a selection does not make it cheaper.
+    `chosen` says what each request of the step selects; None: all. Those that see all of the
+    prompt come first, and keys and values are made once for all of them.
     """
-    count = chunk.end - chunk.start
-    pairs = chosen = causal_pairs(chunk.start, chunk.end)
-    if topk is not None:
-        rising = max(0, min(chunk.end, topk) - chunk.start)  # tokens that see topk or fewer
-        chosen = causal_pairs(chunk.start, chunk.start + rising) + (count - rising) * topk
-    return heads.expanding_is_cheaper(chunk.end, count, pairs, chosen)
+    dense = [run for run in runs if chosen[run.request] is None]
+    if dense and (q.is_cuda or len(dense) > 1):
+        first, end = dense[0].rows.start, dense[-1].end
+        rows = slice(first, dense[-1].rows.stop)
+        softmax = LatentSoftmax(heads, q[rows], expanding_pays(heads, dense, end))
+        softmax.add(stored[:end], [_span(run, first) for run in dense])
+        out[rows] = softmax.finish()
+        runs = runs[len(dense) :]
+    for run in runs:
+        ids = chosen[run.request]
+        topk = None if ids is None else ids.shape[1]
+        form = _expanded if expanding_pays(heads, [run], run.end, topk) else _absorbed
+        out[run.rows] = form(q[run.rows], stored[: run.end], heads, run, ids)
+
+
+def _by_prompt(ctx: ForwardContext) -> list[list[Chunk]]:
+    """The step's chunks, those that are stretches of one prompt together."""
+    found: list[list[Chunk]] = []
+    for chunk in chunks(ctx):
+        if found and chunk.piece >= 0 and chunk.piece == found[-1][0].piece:
+            found[-1].append(chunk)
+        else:
+            found.append([chunk])
+    return found
+
+
+def _span(run: Chunk, first: int) -> Span:
+    """The causal mask of a run among queries that begin with row `first` of the batch."""
+    return Span(slice(run.rows.start - first, run.rows.stop - first), run.start + 1, run.end)
 
 
 def _decode_slots(ctx: ForwardContext) -> Tensor:
@@ -215,12 +243,10 @@ def _read(ctx: ForwardContext, name: str, layer: int, chunk: Chunk) -> Tensor:
     return torch.cat([ctx.pool.read(name, layer, slots[rows]).squeeze(1) for rows in parts])
 
 
-def _select_chunk(
-    ctx: ForwardContext, layer: int, chunk: Chunk, index: IndexQuery
-) -> Tensor | None:
+def _select_chunk(chunk: Chunk, index: IndexQuery, keys: Tensor) -> Tensor | None:
+    """[rows, topk] int32 positions that a chunk selects, given the index keys of all it sees."""
     if chunk.end <= index.topk:
         return None
-    keys = _read(ctx, index.state, layer, chunk)
     count = chunk.end - chunk.start
     chosen = torch.full((count, index.topk), -1, dtype=torch.int32, device=keys.device)
     for rows in _row_blocks(count, 16 * chunk.end):
@@ -296,8 +322,6 @@ def _masks(
     count = chunk.end - chunk.start
     if chosen is None and chunk.start == 0:
         yield slice(0, count), None
-    elif chosen is None and device.type == "cuda":
-        yield slice(0, count), causal_lower_right(count, chunk.end)
     else:
         for rows in _row_blocks(count, 16 * chunk.end):
             yield rows, _mask(chunk, rows, chosen, device)

@@ -11,13 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kllm import kernels
 from kllm.attention.context import ForwardContext
-from kllm.attention.latent import LatentHeads, causal_pairs
+from kllm.attention.latent import LatentHeads, LatentSoftmax, expanding_pays
 from kllm.attention.ring import RingPiece, Shards, find_shards, travelling, unpack_part
-from kllm.attention.rings import Chunk
 from kllm.cache.shards import entry_places, entry_ranks
-from kllm.kernels import SoftmaxState, Span
 
 LOCATED = "located selection"  # in a step's shared values
 
@@ -39,60 +36,25 @@ class _Located:
         return torch.where(self.ranks == source, self.places, -1)
 
 
+@dataclass(frozen=True, slots=True)
 class _Job:
-    """The softmax of one piece's queries, in one of the forms."""
+    """One piece's queries and what they have taken in."""
 
-    def __init__(
-        self,
-        shards: Shards,
-        piece: RingPiece,
-        q: Tensor,
-        heads: LatentHeads,
-        chosen: tuple[_Located | None, ...],
-    ) -> None:
-        self.shards, self.piece, self.heads = shards, piece, heads
-        self.chosen = chosen  # of each run
-        dense = all(located is None for located in chosen)
-        self.expanded = dense and expanding_pays(heads, piece)
-        self.q = q if self.expanded else heads.absorb(q)
-        width = heads.values.shape[1] if self.expanded else heads.keys.shape[2]
-        self.state = SoftmaxState.empty(q.shape[0], q.shape[1], width, q.device)
+    piece: RingPiece
+    softmax: LatentSoftmax
+    chosen: tuple[_Located | None, ...]  # of each run; None: it attends to all it sees
 
-    def add(self, source: int, entries: Tensor) -> None:
+    def add(self, shards: Shards, source: int, entries: Tensor) -> None:
         """Take in the entries [s, R + rope] of one rank."""
-        spans = self.shards.spans(self.piece, source)
-        if self.expanded:
-            self.heads.add_expanded(self.state, self.q, entries, spans)
-            return
-        sparse = {run.rows.start - self.piece.rows.start for run in self._sparse_runs()}
-        dense = [span for span in spans if span.rows.start not in sparse]
-        if dense:
-            self._add_dense(entries, dense)
+        first, dense = self.piece.rows.start, []
+        seen = {span.rows.start: span for span in shards.spans(self.piece, source)}
         for run, located in zip(self.piece.runs, self.chosen, strict=True):
-            if located is not None and self.shards.visible(run, source):
-                self._add_selected(run, entries, located.within(source))
-
-    def _sparse_runs(self) -> list[Chunk]:
-        runs = zip(self.piece.runs, self.chosen, strict=True)
-        return [run for run, located in runs if located is not None]
-
-    def _add_dense(self, entries: Tensor, spans: list[Span]) -> None:
-        rank = self.heads.keys.shape[2]
-        key = entries.unsqueeze(1)
-        kernels.block_attention(self.state, self.q, key, key[..., :rank], spans, self.heads.scale)
-
-    def _add_selected(self, run: Chunk, entries: Tensor, idx: Tensor) -> None:
-        first = self.piece.rows.start
-        rows = slice(run.rows.start - first, run.rows.stop - first)
-        rank = self.heads.keys.shape[2]
-        kernels.sparse_block_attention(
-            self.state.rows(rows), self.q[rows], entries, idx, self.heads.scale, rank
-        )
-
-    def finish(self) -> Tensor:
-        """[rows, H, V], when all ranks' entries have been taken in."""
-        o = kernels.finish_softmax(self.state, self.q.dtype)
-        return o if self.expanded else self.heads.project(o)
+            span = seen.get(run.rows.start - first)
+            if span is not None and located is None:
+                dense.append(span)
+            elif span is not None and located is not None:
+                self.softmax.add_selected(span.rows, entries, located.within(source))
+        self.softmax.add(entries, dense)
 
 
 def attend_travelling(
@@ -101,7 +63,7 @@ def attend_travelling(
     name: str,
     q: Tensor,
     heads: LatentHeads,
-    chosen: tuple[Tensor | None, ...] | None,
+    chosen: tuple[Tensor | None, ...],
     out: Tensor,
 ) -> None:
     """Attention of the step's prompts while latents travel; fills their rows of `out`.
@@ -111,39 +73,33 @@ def attend_travelling(
     Args:
         name: the paged state of the latents.
         q: [T, H, N + rope].
-        chosen: of each chunk [rows, topk] entries, -1: none; None: all. None: no chunk selects.
+        chosen: of each chunk [rows, topk] entries, -1: none; None: it attends to all it sees.
         out: [T, H, V].
     """
     shards = find_shards(ctx, 1)
     located = _locate(ctx, shards, chosen)
     jobs, first = [], 0
-    for index, piece in enumerate(shards.pieces):
+    for piece in shards.pieces:
         last = first + len(piece.runs)
         if piece.runs:
-            jobs.append((index, _Job(shards, piece, q[piece.rows], heads, located[first:last])))
+            some = located[first:last]
+            expanded = not any(some) and expanding_pays(heads, piece.runs, piece.end)
+            softmax = LatentSoftmax(heads, q[piece.rows], expanded)
+            jobs.append(_Job(piece, softmax, some))
         first = last
     for source, block in travelling(ctx, name, layer, shards):
-        for index, job in jobs:
-            part = block[shards.pieces[index].parts[source]]
+        for job in jobs:
+            part = block[job.piece.parts[source]]
             if len(part):
-                job.add(source, unpack_part(ctx.pool, name, part).squeeze(1))
-    for _, job in jobs:
-        out[job.piece.rows] = job.finish()
-
-
-def expanding_pays(heads: LatentHeads, piece: RingPiece) -> bool:
-    """Whether the expanded form of a dense piece costs this rank fewer FLOPs."""
-    count = sum(run.end - run.start for run in piece.runs)
-    pairs = sum(causal_pairs(run.start, run.end) for run in piece.runs)
-    return heads.expanding_is_cheaper(piece.end, count, pairs, pairs)
+                job.add(shards, source, unpack_part(ctx.pool, name, part).squeeze(1))
+    for job in jobs:
+        out[job.piece.rows] = job.softmax.finish()
 
 
 def _locate(
-    ctx: ForwardContext, shards: Shards, chosen: tuple[Tensor | None, ...] | None
+    ctx: ForwardContext, shards: Shards, chosen: tuple[Tensor | None, ...]
 ) -> tuple[_Located | None, ...]:
     """Of each chunk of the step; worked out once for the layers that share a selection."""
-    if chosen is None:
-        return (None,) * sum(len(piece.runs) for piece in shards.pieces)
     known = ctx.shared.get(LOCATED)
     if known is None or known[0] is not chosen:
         found = tuple(None if ids is None else _Located.of(shards, ids) for ids in chosen)

@@ -1,8 +1,8 @@
-"""Context-parallel prefill: new entries shared by all-gather, full keys and values over a ring.
+"""Full keys and values (GQA, MHA) of prompts that context-parallel ranks share.
 
-All-gather: every rank keeps all entries of a prompt. What a layer adds is gathered and written
-before attention, and then each run of a chunk is a chunk like any other. Ring: see
-`kllm.attention.ring`.
+All-gather: the new keys and values of all ranks are stored first, and then the model's backend
+attends to each run of a chunk as to any chunk. Ring: the backend has the decodes only, and keys
+and values travel (`kllm.attention.ring`).
 """
 
 from dataclasses import replace
@@ -12,62 +12,13 @@ from torch import Tensor
 
 from kllm import kernels
 from kllm.attention.base import AttentionBackend
-from kllm.attention.context import ForwardContext, SequenceContext
+from kllm.attention.context import ForwardContext
+from kllm.attention.gathered import store_entries
 from kllm.attention.ring import find_shards, ring_context, travelling, unpack_part
-from kllm.cache.shards import held_entries, page_slots
 from kllm.kernels import SoftmaxState
 
 STATE = "kv"
 DECODES = "decodes alone"  # in a step's shared values
-
-
-def share_entries(ctx: ForwardContext, name: str, layer: int, entries: Tensor, ratio: int) -> None:
-    """Write the step's new entries of prompts of all ranks; nothing to do in ring mode.
-
-    Called on all ranks of the group, also on those that made none.
-
-    Args:
-        entries: [n, heads, channels] that this rank made, in the order of its chunks.
-        ratio: tokens an entry.
-    """
-    if ctx.sequence is None or ctx.sequence.step.ring:
-        return
-    comm = ctx.sequence.comm
-    slots = _new_slots(ctx, ctx.sequence, ratio)
-    longest = max(len(part) for part in slots)
-    if not longest:
-        return
-    stored = ctx.pool.pack(name, entries)
-    if len(stored) < longest:
-        padding = stored.new_zeros(longest - len(stored), *stored.shape[1:])
-        stored = torch.cat((stored, padding))
-    received = stored.new_empty(comm.size * longest, *stored.shape[1:])
-    comm.all_gather(received, stored).wait()
-    pages = ctx.pool.pages(name, layer)
-    flat = pages.view(-1, *pages.shape[2:])
-    for rank, part in enumerate(slots):
-        if len(part):
-            flat.index_copy_(0, part, received[rank * longest : rank * longest + len(part)])
-
-
-def _new_slots(ctx: ForwardContext, sequence: SequenceContext, ratio: int) -> list[Tensor]:
-    """Of each rank, the slots int64 of the entries that it makes in this step, in its order."""
-    key = f"new slots {ratio}"
-    if key not in ctx.shared:
-        step, device = sequence.step, ctx.positions.device
-        stripes, per_page = step.stripes.scaled(ratio), ctx.pool.page_size // ratio
-        found = []
-        for rank in range(stripes.ranks):
-            parts = []
-            for piece, table in zip(step.pieces, sequence.block_tables, strict=True):
-                first = stripes.count(rank, piece.start // ratio)
-                last = stripes.count(rank, piece.end // ratio)
-                ids = held_entries(stripes, rank, first, last, device)
-                parts.append(page_slots(table, ids, per_page))
-            found.append(torch.cat(parts))
-        ctx.shared[key] = found
-    result: list[Tensor] = ctx.shared[key]
-    return result
 
 
 def decodes_alone(ctx: ForwardContext) -> ForwardContext | None:
@@ -112,12 +63,10 @@ class SequenceAttention:
         """See `kllm.attention.base.AttentionBackend.attend`."""
         if ctx.sequence is None:
             return self.backend.attend(ctx, layer, q, k, v)
-        n = ctx.num_decodes
-        entries = torch.cat((k[n:], v[n:]), dim=1)
+        store_entries(ctx, STATE, layer, ctx.entry_slots(), torch.cat((k, v), dim=1))
         if not ctx.sequence.step.ring:
-            share_entries(ctx, STATE, layer, entries, 1)
             return self.backend.attend(ctx, layer, q, k, v)
-        ctx.pool.write(STATE, layer, ctx.entry_slots()[n:], entries)
+        n = ctx.num_decodes
         out = torch.empty_like(q)
         alone = decodes_alone(ctx)
         if alone is not None:

@@ -8,6 +8,7 @@ from torch import Tensor, nn
 
 from kllm import kernels
 from kllm.attention.context import ForwardContext
+from kllm.attention.gathered import store_entries
 from kllm.attention.indexing import IndexQuery
 from kllm.attention.latent import LatentHeads
 from kllm.attention.mla import (
@@ -17,7 +18,6 @@ from kllm.attention.mla import (
     must_select,
     select,
     select_all,
-    store,
 )
 from kllm.layers.experts import ExpertRanks, RoutedExperts
 from kllm.layers.linear import ColumnLinear, Linear, RowLinear, shard_size
@@ -67,7 +67,7 @@ class Indexer(nn.Module):
         c = self.config
         key = self.k_norm(self.wk(x))
         rotate(key[:, : self.rope], tables, c.interleaved)
-        store(ctx, INDEX_KEY, self.layer, key)
+        store_entries(ctx, INDEX_KEY, self.layer, ctx.entry_slots(), key.unsqueeze(1))
         if not must_select(ctx, c.topk):
             return select_all(ctx, c.topk)
         q = self.wq_b(q_low).view(-1, c.heads, c.head_dim)

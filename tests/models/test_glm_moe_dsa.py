@@ -12,8 +12,7 @@ from torch import Tensor
 
 from kllm.attention import indexing, mla
 from kllm.attention.context import ForwardContext
-from kllm.attention.latent import LatentHeads
-from kllm.attention.mla import expanding_pays
+from kllm.attention.latent import LatentHeads, expanding_pays
 from kllm.attention.rings import Chunk
 from kllm.errors import ConfigError
 from kllm.kernels import reference
@@ -245,14 +244,14 @@ def form_flops(start: int, end: int, topk: int | None) -> tuple[int, int]:
 def test_the_form_with_fewer_flops_is_chosen(start: int, end: int, topk: int | None) -> None:
     heads = LatentHeads(torch.empty(2, 192, 512), torch.empty(2, 256, 512), rope=64, scale=1.0)
     expanded, absorbed = form_flops(start, end, topk)
-    found = expanding_pays(heads, Chunk(0, slice(0, end - start), start, end), topk)
+    found = expanding_pays(heads, [Chunk(0, slice(0, end - start), start, end)], end, topk)
     assert found == (expanded < absorbed)
 
 
 def test_prompts_are_expanded_and_drafts_to_verify_absorbed() -> None:
     heads = LatentHeads(torch.empty(2, 192, 512), torch.empty(2, 256, 512), rope=64, scale=1.0)
-    assert expanding_pays(heads, Chunk(0, slice(0, 2048), 0, 2048), None)
-    assert not expanding_pays(heads, Chunk(0, slice(0, 4), 8000, 8004), 2048)
+    assert expanding_pays(heads, [Chunk(0, slice(0, 2048), 0, 2048)], 2048)
+    assert not expanding_pays(heads, [Chunk(0, slice(0, 4), 8000, 8004)], 8004, 2048)
 
 
 @pytest.mark.parametrize(("mtp", "bf16", "fp8"), [(False, 95_232, 53_940), (True, 96_640, 54_728)])
