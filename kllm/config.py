@@ -106,8 +106,11 @@ class EngineConfig:
     graphs: bool = True  # replay decode steps as CUDA graphs, where there is a GPU
     max_model_len: int = 0  # tokens a request may hold; 0: what model and KV pool allow
     seed: int = 0  # random weights, and requests without a seed of their own
-    cache: CacheConfig = field(default_factory=CacheConfig)
+    fidelity: Literal["real", "rank-slice"] = "real"  # whether all ranks of the layout run
+    link: str = "nvlink4"  # of a rank-slice: a preset's name or LATENCY_S:BYTES_PER_S
+    slice_rank: int = 0  # which rank a rank-slice runs
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
 
     def __post_init__(self) -> None:
@@ -115,6 +118,12 @@ class EngineConfig:
             raise ConfigError("no model named; see `kllm models` for the presets")
         if self.dtype != "auto" and self.dtype not in DTYPES:
             raise ConfigError(f"unknown dtype '{self.dtype}'; known: auto, {', '.join(DTYPES)}")
+        if self.fidelity not in ("real", "rank-slice"):
+            raise ConfigError(f"unknown fidelity '{self.fidelity}'; known: real, rank-slice")
+        if not 0 <= self.slice_rank < self.parallel.world:
+            raise ConfigError(
+                f"slice_rank {self.slice_rank} is not a rank of a layout of {self.parallel.world}"
+            )
         if self.load not in ("auto", "weights", "random"):
             raise ConfigError(f"unknown load '{self.load}'; known: auto, weights, random")
         _at_least("max_model_len", self.max_model_len, 0)

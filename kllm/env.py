@@ -35,6 +35,9 @@ class Variable:
 VARIABLES = (
     Variable("KLLM_DEBUG", _flag, "0", "Print tracebacks of errors; check invariants each step."),
     Variable("KLLM_HOME", Path, "~/.cache/kllm", "Where measured ceilings are cached."),
+    Variable(
+        "KLLM_STEP_TIMEOUT_S", float, "300", "A step of several ranks that takes longer is hung."
+    ),
     Variable("KLLM_CONFIG", Path, "", "TOML file with defaults of the command line's options."),
 )
 _BY_NAME = {variable.name: variable for variable in VARIABLES}
@@ -63,3 +66,8 @@ def debug() -> bool:
 def home() -> Path:
     """The folder for what kLLM measured about this machine."""
     return Path(read("KLLM_HOME")).expanduser()
+
+
+def step_timeout_s() -> float:
+    """Seconds after which a step of several ranks counts as hung."""
+    return float(read("KLLM_STEP_TIMEOUT_S"))

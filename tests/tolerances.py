@@ -18,3 +18,7 @@ LOGITS = {
 # GEMM and MoE: 1 - 2<x,y> / (<x,x> + <y,y>).
 GEMM_DISTANCE = {torch.bfloat16: 1e-5, "fp8": 1e-3, "fp4": 1e-2}
 MOE_DISTANCE = 3e-5  # bfloat16: two products in a row, the hidden layer rounded between them
+
+# Largest difference of a log probability between a layout and one rank, float32: sums over ranks
+# are added in another order. GLM's absorbed products amplify it.
+LAYOUT = {"llama": 1e-5, "deepseek_v4": 1e-5, "glm_moe_dsa": 2e-4}

@@ -19,6 +19,7 @@ from kllm.bench.timing import Failed, attempt
 from kllm.config import EngineConfig
 from kllm.core import Outcome, Plan, SamplingParams
 from kllm.engine.engine import Engine, StepStats
+from kllm.engine.executor import Sharing
 from kllm.engine.memory import KVBudget
 from kllm.errors import CapacityError, ConfigError
 
@@ -36,7 +37,7 @@ class NullExecutor:
 
     def __init__(self, max_batch: int, max_model_len: int) -> None:
         pages_each = -(-max_model_len // PAGE_SIZE)
-        self.budget = KVBudget(
+        budget = KVBudget(
             num_pages=max_batch * (pages_each + 1),
             page_size=PAGE_SIZE,
             max_batch=max_batch,
@@ -44,10 +45,14 @@ class NullExecutor:
             kv_dtype="float32",
             rewind_tokens=0,
         )
+        self.sharing = Sharing(budget, groups=1, stripes=None, ring=False)
 
-    def execute(self, plan: Plan) -> Outcome:
+    def execute(self, plans: Sequence[Plan | None]) -> list[Outcome | None]:
         """One token for each request that samples."""
-        return Outcome(np.ones(int(plan.samples.sum()), np.int64))
+        return [
+            None if plan is None else Outcome(np.ones(int(plan.samples.sum()), np.int64))
+            for plan in plans
+        ]
 
     def close(self) -> None:
         """There is nothing to free."""

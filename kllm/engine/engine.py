@@ -17,10 +17,13 @@ from kllm.config import EngineConfig
 from kllm.core import FinishReason, Outcome, Plan, Request, SamplingParams, Status, TokenLogprobs
 from kllm.engine.detokenizer import Detokenizer, TokenTable
 from kllm.engine.executor import Executor, InProcessExecutor
+from kllm.engine.multi_rank import MultiRankExecutor
+from kllm.engine.rank_pool import RankPool
 from kllm.errors import ConfigError
 from kllm.models.base import CausalLM
-from kllm.models.load import resolve
+from kllm.models.load import ResolvedModel, resolve
 from kllm.models.tokenizer import Tokenizer, load_tokenizer
+from kllm.scheduler.placement import least_loaded
 from kllm.scheduler.scheduler import Scheduler
 
 
@@ -52,7 +55,9 @@ class Engine:
     Args:
         config: what to run.
         model: the network, if the caller has loaded it already; it is not freed by `close`.
-        executor: who runs the plans; by default one rank in this process.
+        executor: who runs the plans; by default one rank in this process, or all ranks of a
+            layout in processes of their own.
+        ranks: processes to use for a layout of several ranks; by default they are started.
         clock: seconds, for arrival times.
 
     Raises:
@@ -65,23 +70,31 @@ class Engine:
         *,
         model: CausalLM | None = None,
         executor: Executor | None = None,
+        ranks: RankPool | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.config = config
         self.resolved = resolve(config)
         self.vocab_size: int = self.resolved.config.vocab_size
         self._tokenizer: Tokenizer | None = None
-        self._executor = executor or InProcessExecutor(config, self.resolved, model)
-        self.budget = self._executor.budget
-        self._scheduler = Scheduler(
-            config.scheduler,
-            num_pages=self.budget.num_pages,
-            page_size=self.budget.page_size,
-            max_model_len=self.budget.max_model_len,
-            eos_token_ids=self.resolved.config.eos_token_ids,
-        )
+        self._executor = executor or _make_executor(config, self.resolved, model, ranks)
+        sharing = self._executor.sharing
+        self.budget = sharing.budget
+        self._schedulers = [
+            Scheduler(
+                config.scheduler,
+                num_pages=self.budget.num_pages,
+                page_size=self.budget.page_size,
+                max_model_len=self.budget.max_model_len,
+                eos_token_ids=self.resolved.config.eos_token_ids,
+                stripes=sharing.stripes,
+                ring=sharing.ring,
+            )
+            for _ in range(sharing.groups)
+        ]
         self._clock = clock
         self._requests: dict[str, Request] = {}  # unfinished
+        self._homes: dict[str, Scheduler] = {}  # of unfinished requests
         self._detokenizers: dict[str, Detokenizer] = {}
         self._count = 0
 
@@ -112,17 +125,17 @@ class Engine:
     @property
     def num_running(self) -> int:
         """Requests that hold KV."""
-        return self._scheduler.num_running
+        return sum(scheduler.num_running for scheduler in self._schedulers)
 
     @property
     def num_waiting(self) -> int:
         """Requests that wait for admission."""
-        return len(self._scheduler.waiting)
+        return sum(len(scheduler.waiting) for scheduler in self._schedulers)
 
     @property
     def free_pages(self) -> int:
-        """KV pages that no request holds."""
-        return self._scheduler.free_pages
+        """KV pages that no request holds, on all ranks."""
+        return sum(scheduler.free_pages for scheduler in self._schedulers)
 
     def add(
         self,
@@ -166,9 +179,10 @@ class Engine:
         reader = None
         if detokenize or params.stop:
             reader = Detokenizer(self._token_bytes.__getitem__, params.stop)
-        self._scheduler.add(request)
+        home = self._schedulers[least_loaded(self._schedulers)]
+        home.add(request)
         self._count += 1
-        self._requests[request_id] = request
+        self._requests[request_id], self._homes[request_id] = request, home
         if reader:
             self._detokenizers[request_id] = reader
         return request
@@ -178,7 +192,7 @@ class Engine:
         request = self._requests.pop(request_id, None)
         if request is not None:
             self._detokenizers.pop(request_id, None)
-            self._scheduler.abort(request)
+            self._homes.pop(request_id).abort(request)
         return request
 
     def step(self) -> StepOutput:
@@ -188,23 +202,32 @@ class Engine:
             torch.OutOfMemoryError: when the device runs out of memory; the requests are kept.
         """
         begin = time.perf_counter()
-        plan = self._scheduler.schedule()
-        if plan is None:
+        plans = [scheduler.schedule() for scheduler in self._schedulers]
+        if not any(plans):
             return StepOutput()
         planned = time.perf_counter()
-        outcome = self._executor.execute(plan)
+        outcomes = self._executor.execute(plans)
         executed = time.perf_counter()
-        requests, finished = self._advance(plan, outcome)
-        if env.debug():
-            self._scheduler.check()
+        requests: list[Request] = []
+        token_ids: list[int] = []
+        finished: list[Request] = []
+        num_tokens = num_decodes = 0
+        for scheduler, plan, outcome in zip(self._schedulers, plans, outcomes, strict=True):
+            if plan is not None and outcome is not None:
+                requests += self._advance(scheduler, plan, outcome, finished)
+                token_ids += outcome.token_ids.tolist()
+                num_tokens += plan.num_tokens
+                num_decodes += plan.num_decodes
+            if env.debug():
+                scheduler.check()
         return StepOutput(
             requests=requests,
-            token_ids=outcome.token_ids.tolist(),
+            token_ids=token_ids,
             finished=finished,
             stats=StepStats(
-                num_tokens=plan.num_tokens,
-                num_decodes=plan.num_decodes,
-                num_prefill_tokens=plan.num_tokens - plan.num_decodes,
+                num_tokens=num_tokens,
+                num_decodes=num_decodes,
+                num_prefill_tokens=num_tokens - num_decodes,
                 schedule_s=planned - begin,
                 execute_s=executed - planned,
                 output_s=time.perf_counter() - executed,
@@ -232,8 +255,11 @@ class Engine:
             self.abort(request_id)
         self._executor.close()
 
-    def _advance(self, plan: Plan, outcome: Outcome) -> tuple[Sequence[Request], Sequence[Request]]:
-        finished = self._scheduler.update(plan, outcome.token_ids)
+    def _advance(
+        self, scheduler: Scheduler, plan: Plan, outcome: Outcome, ended: list[Request]
+    ) -> Sequence[Request]:
+        """Give a group's requests their tokens; those that end join `ended`."""
+        finished = scheduler.update(plan, outcome.token_ids)
         requests: Sequence[Request] = plan.requests
         if not plan.samples.all():
             requests = [r for r, yes in zip(requests, plan.samples, strict=True) if yes]
@@ -241,20 +267,23 @@ class Engine:
             for request, logprobs in zip(requests, outcome.logprobs, strict=True):
                 _keep(request, logprobs)
         if self._detokenizers:
-            self._read(requests, finished)
+            self._read(scheduler, requests, finished)
         for request in requests:
             # Rare: most requests end at the model's own tokens, which the scheduler knows.
             stops = request.params.stop_token_ids
             if stops and request.status is Status.RUNNING and request.output_ids[-1] in stops:
-                self._scheduler.finish(request, FinishReason.STOP)
+                scheduler.finish(request, FinishReason.STOP)
                 finished.append(request)
         for request in finished:
-            del self._requests[request.id]
+            del self._requests[request.id], self._homes[request.id]
             if (reader := self._detokenizers.pop(request.id, None)) and not reader.stopped:
                 request.text += reader.finish()
-        return requests, finished
+        ended += finished
+        return requests
 
-    def _read(self, requests: Sequence[Request], finished: list[Request]) -> None:
+    def _read(
+        self, scheduler: Scheduler, requests: Sequence[Request], finished: list[Request]
+    ) -> None:
         """Detokenise the step's tokens; end requests at their stop strings."""
         for request in requests:
             reader = self._detokenizers.get(request.id)
@@ -266,9 +295,20 @@ class Engine:
             del request.output_ids[reader.kept_tokens :]
             del request.logprobs[reader.kept_tokens :]
             if request.status is Status.RUNNING:
-                self._scheduler.finish(request, FinishReason.STOP)
+                scheduler.finish(request, FinishReason.STOP)
                 finished.append(request)
             request.finish_reason = FinishReason.STOP
+
+
+def _make_executor(
+    config: EngineConfig,
+    resolved: ResolvedModel,
+    model: CausalLM | None,
+    ranks: RankPool | None,
+) -> Executor:
+    if config.parallel.world == 1 or config.fidelity == "rank-slice":
+        return InProcessExecutor(config, resolved, model)
+    return MultiRankExecutor(config, resolved, ranks)
 
 
 def _is_stop_token(request: Request) -> bool:

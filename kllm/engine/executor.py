@@ -1,34 +1,48 @@
 """Who runs the plans: the seam between one engine and one or many ranks.
 
 An executor owns networks, KV memory and devices. The engine above it knows only plans and
-outcomes, so ranks in other processes, torchrun's or a simulation take the same place.
+outcomes, so ranks in this process, in others, torchrun's, or a slice of a layout take the same
+place.
 """
 
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 
-from kllm.cache.pool import KVPool
-from kllm.config import EngineConfig, ParallelConfig
-from kllm.core import Outcome, Plan
-from kllm.engine.graphs import DecodeGraphs
-from kllm.engine.memory import SCRATCH, KVBudget, plan_kv
-from kllm.engine.profile import activation_bytes
-from kllm.engine.runner import ModelRunner
-from kllm.errors import ConfigError
+from kllm.config import EngineConfig
+from kllm.core import Outcome, Plan, TokenLogprobs
+from kllm.engine.memory import KVBudget
+from kllm.engine.rank import Rank
+from kllm.engine.step import RankOutcome, sampled_on, steps_of
 from kllm.models.base import CausalLM, Groups
-from kllm.models.devices import fit_threads
-from kllm.models.load import ResolvedModel, load_model
-from kllm.sampling.sampler import Sampler
+from kllm.models.load import ResolvedModel
+from kllm.parallel.emulated import EmulatedComm
+from kllm.parallel.layout import place
+from kllm.parallel.link import Link, parse_link
+from kllm.parallel.stripes import Stripes, stripe_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Sharing:
+    """What the engine must know of an executor's ranks to schedule for them."""
+
+    budget: KVBudget  # of each rank
+    groups: int  # how many groups of ranks have requests of their own
+    stripes: Stripes | None  # how a group's prompts are dealt to its ranks
+    ring: bool
 
 
 class Executor(Protocol):
     """Runs plans one after the other."""
 
-    budget: KVBudget
+    sharing: Sharing
 
-    def execute(self, plan: Plan) -> Outcome:
-        """Run one step and return its sampled tokens.
+    def execute(self, plans: Sequence[Plan | None]) -> list[Outcome | None]:
+        """Run one step of every group and return its sampled tokens.
 
         Raises:
             torch.OutOfMemoryError: when a device runs out of memory.
@@ -39,69 +53,111 @@ class Executor(Protocol):
         """Give memory and processes back."""
 
 
+def sharing_of(config: EngineConfig, budget: KVBudget) -> Sharing:
+    """How a layout's ranks share requests and prompts."""
+    layout, stripes = config.parallel, None
+    if layout.cp > 1:
+        tokens = stripe_tokens(layout.cp, config.scheduler.token_budget, budget.page_size)
+        stripes = Stripes(layout.cp, tokens)
+    return Sharing(budget, layout.dp, stripes, layout.cp_kind == "ring")
+
+
 class InProcessExecutor:
-    """One rank in this process.
+    """One rank in this process: the whole of a layout of one rank, or a slice of a larger one.
+
+    A slice runs the rank `config.slice_rank` with its true shapes. Transfers take the time of
+    `config.link` and bring no foreign data; tokens that other ranks would sample are 0.
 
     Args:
         model: the network if it is already loaded; it outlives the executor.
 
     Raises:
-        ConfigError: for a layout of several ranks.
         CapacityError: when the weights or the KV pool do not fit the device.
     """
 
     def __init__(
         self, config: EngineConfig, resolved: ResolvedModel, model: CausalLM | None = None
     ) -> None:
-        if config.parallel != ParallelConfig():
-            raise ConfigError(
-                f"{config.parallel} is a layout of several ranks and this engine runs one; leave "
-                "every degree at 1"
-            )
+        self._layout = config.parallel
         device = torch.device(resolved.device)
-        dtype: torch.dtype = getattr(torch, resolved.dtype)
-        if model is None:
-            model = load_model(resolved, device=device, dtype=dtype, groups=Groups.single())
-        if device.type == "cpu":
-            fit_threads(sum(p.numel() * p.element_size() for p in model.parameters()))
-        self.budget = budget = plan_kv(
-            config,
-            model.cache_spec,
-            kv_dtype=resolved.kv_dtype,
-            model_len=resolved.config.max_position_embeddings,
-            device=device,
-            activation_bytes=activation_bytes(config, model, resolved.kv_dtype, dtype, device),
+        sliced = config.parallel.world > 1
+        groups = (
+            slice_groups(config, parse_link(config.link), device) if sliced else Groups.single()
         )
-        pool = KVPool(
-            model.cache_spec,
-            num_pages=budget.num_pages + SCRATCH,
-            page_size=budget.page_size,
-            max_batch=budget.max_batch + SCRATCH,
-            kv_dtype=budget.kv_dtype,
-            compute_dtype=dtype,
-            device=device,
-            rewind_tokens=budget.rewind_tokens,
+        number = config.slice_rank if sliced else 0
+        self._rank: Rank | None = Rank(
+            config, resolved, groups, number=number, device=device, model=model
         )
-        graphs = None
-        if config.graphs and device.type == "cuda" and model.capturable:
-            graphs = DecodeGraphs(
-                model,
-                pool,
-                scratch_page=budget.num_pages,
-                scratch_row=budget.max_batch,
-                max_pages=-(-budget.max_model_len // budget.page_size),
-            )
-        sampler = Sampler(config.seed, device)
-        self._runner: ModelRunner | None = ModelRunner(model, pool, sampler, device, graphs)
+        # A slice has the requests of its own group only: the others are like it.
+        sharing = sharing_of(config, self._rank.budget)
+        self.sharing = Sharing(sharing.budget, 1, sharing.stripes, sharing.ring)
+        self._rank.allocate(sharing.budget, sharing.stripes, sharing.ring)
+        self._cp = place(config.parallel, number).cp
 
-    def execute(self, plan: Plan) -> Outcome:
+    def execute(self, plans: Sequence[Plan | None]) -> list[Outcome | None]:
         """Run one step in this process."""
-        assert self._runner is not None, "executor used after close"
-        return self._runner.run(plan)
+        assert self._rank is not None, "executor used after close"
+        (plan,) = plans
+        if plan is None:
+            return [None]
+        begin = time.perf_counter()
+        (micro,) = steps_of(plans, self._layout, self.sharing.stripes)
+        requests = plan.requests
+        if not plan.samples.all():
+            requests = tuple(r for r, yes in zip(requests, plan.samples, strict=True) if yes)
+        count = len(requests)
+        if self._layout.world > 1:
+            here = sampled_on(micro, self._cp, self.sharing.stripes)
+            requests = tuple(requests[i] for i in here)
+        found = self._rank.run(micro, requests)
+        if self._layout.pp > 1:
+            self._wait_for_other_stages(time.perf_counter() - begin, len(micro))
+        return [merge([found], count)]
+
+    def _wait_for_other_stages(self, own_s: float, micro: int) -> None:
+        """Idle for as long as the pipeline fills and drains (`pipeline.bubble_share`)."""
+        time.sleep(own_s * (self._layout.pp - 1) / micro)
 
     def close(self) -> None:
         """Drop the KV pool; what the caller does not hold of the network goes too."""
-        device = self._runner.device if self._runner else None
-        self._runner = None
-        if device is not None and device.type == "cuda":
-            torch.cuda.empty_cache()
+        if self._rank is not None:
+            self._rank.close()
+        self._rank = None
+
+
+def slice_groups(config: EngineConfig, link: Link, device: torch.device) -> Groups:
+    """The communicators of a rank whose peers are not there."""
+    layout = config.parallel
+    at = place(layout, config.slice_rank)
+
+    def comm(size: int, rank: int) -> EmulatedComm:
+        return EmulatedComm(link, size=size, rank=rank, device=device)
+
+    tp = comm(layout.tp, at.tp)
+    stage_rank = config.slice_rank % (layout.world // layout.pp)
+    return Groups(
+        attn=tp,
+        ffn=tp,
+        vocab=tp,
+        ep=comm(layout.ep, stage_rank % layout.ep),
+        cp=comm(layout.cp, at.cp),
+        pp=comm(layout.pp, at.pp),
+    )
+
+
+def merge(parts: Sequence[RankOutcome], count: int) -> Outcome:
+    """The tokens of `count` sampled requests from the ranks that sampled them; 0 where none did."""
+    if len(parts) == 1 and len(parts[0].sampled) == count:
+        part = parts[0]
+        if (part.sampled[:-1] < part.sampled[1:]).all():  # in order, as without micro-batches
+            return Outcome(part.token_ids, part.logprobs)
+    tokens = np.zeros(count, np.int64)
+    logprobs: list[TokenLogprobs | None] = [None] * count
+    any_logprobs = False
+    for part in parts:
+        tokens[part.sampled] = part.token_ids
+        if part.logprobs is not None:
+            any_logprobs = True
+            for index, value in zip(part.sampled.tolist(), part.logprobs, strict=True):
+                logprobs[index] = value
+    return Outcome(tokens, logprobs if any_logprobs else None)

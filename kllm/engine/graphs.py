@@ -26,7 +26,14 @@ class _Inputs:
     """Tensors of fixed place that a graph reads, all rows padding until a plan is loaded."""
 
     def __init__(
-        self, pool: KVPool, batch: int, width: int, page: int, row: int, device: torch.device
+        self,
+        pool: KVPool,
+        batch: int,
+        width: int,
+        page: int,
+        row: int,
+        device: torch.device,
+        expert_ranks: int,
     ) -> None:
         self.page, self.row = page, row
         self.longs = torch.zeros(3, batch, dtype=torch.int64, device=device)
@@ -47,6 +54,8 @@ class _Inputs:
             rows=self.longs[2],
             places=self.longs[1],
             static=True,
+            peer_tokens=(batch,) * expert_ranks,
+            decode_only=True,
         )
 
     def load(self, plan: Plan) -> None:
@@ -86,6 +95,7 @@ class DecodeGraphs:
     Args:
         scratch_page, scratch_row: a KV page and a state row of `pool` that no request owns.
         max_pages: widest block table.
+        expert_ranks: ranks of the expert-parallel group; all of them replay the same steps.
         limit: graphs at most.
     """
 
@@ -97,6 +107,7 @@ class DecodeGraphs:
         scratch_page: int,
         scratch_row: int,
         max_pages: int,
+        expert_ranks: int = 1,
         limit: int = MAX_GRAPHS,
     ) -> None:
         self.model = model
@@ -105,25 +116,31 @@ class DecodeGraphs:
         self.scratch_row = scratch_row
         self.max_pages = max_pages
         self.limit = limit
+        self.expert_ranks = expert_ranks
         self._device = next(model.parameters()).device
         self._memory: Any = None  # the pool that all graphs share, once there is one
         self._captured: dict[tuple[int, int], _Captured] = {}
 
-    def run(self, plan: Plan) -> Tensor | None:
+    def run(self, plan: Plan, *, batch: int = 0, width: int = 0) -> Tensor | None:
         """Logits [B, V] of a step of single tokens, or None where it has to run without a graph.
+
+        Args:
+            batch, width: requests and pages to pad to at least: what the largest of the ranks has
+                that run this step together. Capturing runs collectives, so all ranks must agree
+                on when to do it.
 
         The result is the graph's own memory: it is valid until the next step.
         """
         if plan.num_decodes < len(plan.query_lens):
             return None
-        batch, width = plan.block_tables.shape
-        found = self._find(batch, width)
+        live, pages = plan.block_tables.shape
+        found = self._find(max(batch, live), max(width, pages))
         if found is None:
             return None
         found.inputs.load(plan)
         self.model.prepare(found.inputs.ctx)
         found.graph.replay()
-        return found.logits[:batch]
+        return found.logits[:live]
 
     def _find(self, batch: int, width: int) -> _Captured | None:
         """The graph of the step's bucket, captured now if need be, or the smallest larger one."""
@@ -137,7 +154,15 @@ class DecodeGraphs:
         return self._captured[bucket]
 
     def _capture(self, batch: int, width: int) -> _Captured:
-        inputs = _Inputs(self.pool, batch, width, self.scratch_page, self.scratch_row, self._device)
+        inputs = _Inputs(
+            self.pool,
+            batch,
+            width,
+            self.scratch_page,
+            self.scratch_row,
+            self._device,
+            self.expert_ranks,
+        )
         ctx = inputs.ctx
         self.model.prepare(ctx)
         side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]

@@ -253,7 +253,7 @@ def tiny_config() -> DeepseekV4Config:
     16 index heads: with few of them all scores can be exactly 0, and ties have no right order.
     """
     return DeepseekV4Config(
-        vocab_size=97,
+        vocab_size=96,
         hidden_size=64,
         num_hidden_layers=6,
         layer_kinds=("window", "hca", "csa", "hca", "csa", "window"),
@@ -261,7 +261,7 @@ def tiny_config() -> DeepseekV4Config:
         head_dim=32,
         qk_rope_head_dim=8,
         q_lora_rank=24,
-        o_groups=2,
+        o_groups=4,
         o_lora_rank=12,
         sliding_window=8,
         csa_ratio=4,

@@ -280,7 +280,7 @@ def tiny_config() -> GlmMoeDsaConfig:
     """
     layers = 11
     return GlmMoeDsaConfig(
-        vocab_size=97,
+        vocab_size=96,
         hidden_size=64,
         num_hidden_layers=layers,
         intermediate_size=96,

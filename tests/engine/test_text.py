@@ -3,7 +3,7 @@
 The network is replaced by an executor that says what each request's prompt spells, byte by byte.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -11,6 +11,7 @@ import pytest
 from kllm.config import EngineConfig, SchedulerConfig
 from kllm.core import FinishReason, Outcome, Plan, Request, SamplingParams, TokenLogprobs
 from kllm.engine.engine import Engine
+from kllm.engine.executor import Sharing
 from kllm.engine.memory import KVBudget
 from kllm.errors import WorkerError
 
@@ -36,7 +37,7 @@ class Script:
     def __init__(self, *texts: str) -> None:
         self.texts = [text.encode() for text in texts]
         self.broken = False
-        self.budget = KVBudget(
+        budget = KVBudget(
             num_pages=64,
             page_size=4,
             max_batch=4,
@@ -44,14 +45,17 @@ class Script:
             kv_dtype="float32",
             rewind_tokens=0,
         )
+        self.sharing = Sharing(budget, groups=1, stripes=None, ring=False)
 
-    def execute(self, plan: Plan) -> Outcome:
+    def execute(self, plans: Sequence[Plan | None]) -> list[Outcome | None]:
         if self.broken:
             raise WorkerError("a rank died")
+        (plan,) = plans
+        assert plan is not None
         asked = [r for r, yes in zip(plan.requests, plan.samples, strict=True) if yes]
         tokens = [self.texts[r.prompt_ids[0]][len(r.output_ids)] for r in asked]
         logprobs = [TokenLogprobs(token, -float(token)) for token in tokens]
-        return Outcome(np.array(tokens, np.int64), list(logprobs))
+        return [Outcome(np.array(tokens, np.int64), list(logprobs))]
 
     def close(self) -> None:
         """There is nothing to free."""

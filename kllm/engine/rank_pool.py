@@ -1,0 +1,268 @@
+"""The processes that ranks live in, seen from the engine's side.
+
+The pool outlives the layouts that run on it. It listens to every rank: one that dies, stops to
+answer, or reports an error ends them all, with one sentence that names the cause.
+"""
+
+import contextlib
+import os
+import pickle
+import secrets
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, Listener, wait
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+
+from kllm import env
+from kllm.engine.rank_protocol import AUTHKEY, OBITUARY, Failure
+from kllm.errors import CapacityError, ConfigError, WorkerError
+
+MODULE = "kllm.engine.rank_process"
+START_S = 120.0  # until every rank must have called back
+SILENCE_S = 20.0  # a rank sends a sign of life every second
+CAUSE_S = 1.0  # after a first sign of trouble: how long to look for the rank that died
+CLOSE_S = 5.0
+
+
+@dataclass(slots=True)
+class RankLink:
+    """The connection to one rank."""
+
+    connection: Connection
+    heard_s: float = field(default_factory=time.monotonic)
+
+
+@dataclass(slots=True)
+class Nursery:
+    """The process that started the ranks of this machine and waits for their ends."""
+
+    process: subprocess.Popen[bytes]
+    log: IO[bytes]  # what it and the ranks print
+
+    def obituary(self) -> str | None:
+        """The first rank that died and how; None while all live."""
+        self.log.seek(0)
+        lines = self.log.read().decode(errors="replace").strip().splitlines()
+        found = [i for i, line in enumerate(lines) if line.startswith(OBITUARY)]
+        if not found:
+            code = self.process.poll()
+            return f"the process that starts ranks ended with exit code {code}" if code else None
+        first = lines[found[0]].removeprefix(OBITUARY)
+        before = [line for line in lines[: found[0]] if line.strip()]
+        return f"{first}: {before[-1].strip()[:300]}" if before and "exit code" in first else first
+
+    def kill(self) -> None:
+        """End it and all ranks it started."""
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        self.log.close()
+
+
+class RankPool:
+    """Ranks that wait for work.
+
+    Args:
+        ranks: in order of their numbers.
+        nursery: the parent of those that run on this machine.
+        host: where the ranks reach this process.
+    """
+
+    def __init__(
+        self, ranks: Sequence[RankLink], nursery: Nursery, host: str = "127.0.0.1"
+    ) -> None:
+        self.ranks = list(ranks)
+        self.host = host
+        self._nursery = nursery
+
+    @property
+    def world(self) -> int:
+        """How many ranks there are."""
+        return len(self.ranks)
+
+    @property
+    def alive(self) -> bool:
+        """Whether it can be used."""
+        return bool(self.ranks)
+
+    def call(self, messages: Sequence[Any], timeout_s: float | None = None) -> list[Any]:
+        """Send each of the first ranks its message; their answers.
+
+        The same object for several ranks is pickled once.
+
+        Raises:
+            torch.OutOfMemoryError: when a rank ran out of device memory.
+            KllmError: what a rank reported, or a `WorkerError` when one died, hung or fell silent;
+                the pool is closed then.
+        """
+        if not self.ranks:
+            raise WorkerError("the ranks have ended already; start a new engine")
+        ranks = self.ranks[: len(messages)]
+        try:
+            packed: dict[int, bytes] = {}
+            for rank, message in zip(ranks, messages, strict=True):
+                data = packed.get(id(message))
+                if data is None:
+                    data = packed[id(message)] = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+                with contextlib.suppress(OSError):  # dead: noticed when its answer is awaited
+                    rank.connection.send_bytes(data)
+            return self._answers(ranks, timeout_s or env.step_timeout_s())
+        except BaseException:
+            self.kill()  # the ranks wait for each other, and no later answer could be trusted
+            raise
+
+    def _answers(self, ranks: Sequence[RankLink], timeout_s: float) -> list[Any]:
+        answers: dict[int, Any] = {}
+        deadline = time.monotonic() + timeout_s
+        for rank in ranks:
+            rank.heard_s = time.monotonic()
+        by_connection = {rank.connection: i for i, rank in enumerate(ranks)}
+        waiting = set(by_connection)
+        while waiting:
+            for ready in wait(list(waiting), timeout=1.0):
+                assert isinstance(ready, Connection)
+                i = by_connection[ready]
+                message = self._read(i)
+                ranks[i].heard_s = time.monotonic()
+                if isinstance(message, Failure):
+                    self._fail(i, message)
+                if message is not None:  # None: a sign of life
+                    answers[i] = message
+                    waiting.discard(ready)
+            now = time.monotonic()
+            for connection in waiting:
+                i = by_connection[connection]
+                if now - ranks[i].heard_s > SILENCE_S:
+                    raise WorkerError(
+                        f"rank {i} has not been heard of for {SILENCE_S:.0f} s and the job was "
+                        "ended; is its process stopped, or its machine overloaded?"
+                    )
+            if waiting and now > deadline:
+                late = sorted(by_connection[connection] for connection in waiting)
+                raise WorkerError(
+                    f"ranks {late} did not finish a step within {timeout_s:.0f} s and the job was "
+                    "ended; set KLLM_STEP_TIMEOUT_S higher if steps may take that long"
+                )
+        return [answers[i] for i in range(len(ranks))]
+
+    def _read(self, i: int) -> Any:
+        try:
+            return pickle.loads(self.ranks[i].connection.recv_bytes())
+        except (EOFError, OSError):
+            raise WorkerError(self._cause(i)) from None
+
+    def _fail(self, i: int, failure: Failure) -> None:
+        """Raise what a rank reported, or the death of another rank that made it fail."""
+        if failure.out_of_memory:
+            raise torch.OutOfMemoryError(f"rank {i}: {failure.message}")
+        for known in (ConfigError, CapacityError):
+            if failure.kind == known.__name__:
+                raise known(failure.message)
+        dead = self._dead()
+        raise WorkerError(dead or f"rank {i} failed and the job was ended: {failure.message}")
+
+    def _cause(self, i: int) -> str:
+        return self._dead() or f"rank {i} closed its connection and the job was ended"
+
+    def _dead(self) -> str | None:
+        """Which rank died and how; waits a moment, as survivors may be heard before the death."""
+        end = time.monotonic() + CAUSE_S
+        while True:
+            how = self._nursery.obituary()
+            if how is not None:
+                return f"{how}; the job was ended"
+            if time.monotonic() > end:
+                return None
+            time.sleep(0.02)
+
+    def kill(self) -> None:
+        """End every rank now."""
+        for rank in self.ranks:
+            rank.connection.close()
+        if self.ranks:
+            self._nursery.kill()
+        self.ranks = []
+
+    def close(self) -> None:
+        """Ask the ranks to end, then make them."""
+        for rank in self.ranks:
+            with contextlib.suppress(OSError):
+                rank.connection.send_bytes(pickle.dumps(None))
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._nursery.process.wait(CLOSE_S)
+        self.kill()
+
+    def __enter__(self) -> "RankPool":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+
+def launch(world: int) -> RankPool:
+    """Start `world` ranks on this machine.
+
+    Raises:
+        WorkerError: when they cannot be started or do not call back.
+    """
+    key = secrets.token_hex(16)
+    with tempfile.TemporaryDirectory(prefix="kllm-") as folder:
+        address = str(Path(folder) / "ranks")
+        with Listener(address, "AF_UNIX", backlog=world, authkey=key.encode()) as listener:
+            nursery = start_ranks(address, range(world), key)
+            try:
+                connections = accept(listener, world, nursery)
+            except BaseException:
+                nursery.kill()
+                raise
+    return RankPool([RankLink(connections[i]) for i in range(world)], nursery)
+
+
+def start_ranks(address: str, ranks: range, key: str) -> Nursery:
+    """Start a process that becomes these ranks, which will call `address`.
+
+    Raises:
+        WorkerError: when it cannot be started.
+    """
+    log = tempfile.TemporaryFile()  # noqa: SIM115 - a file can be read after their death
+    try:
+        process = subprocess.Popen(
+            (sys.executable, "-m", MODULE, address, str(ranks.start), str(len(ranks))),
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=log,
+            env={**os.environ, AUTHKEY: key},
+            process_group=0,  # a Ctrl-C of the terminal is for the engine's process alone
+        )
+    except OSError as error:
+        raise WorkerError(f"cannot start ranks ({sys.executable}): {error.strerror}") from error
+    return Nursery(process, log)
+
+
+def accept(listener: Listener, world: int, nursery: Nursery) -> dict[int, Connection]:
+    """The connection of each rank.
+
+    Raises:
+        WorkerError: when a rank does not call in time.
+    """
+    found: dict[int, Connection] = {}
+    deadline = time.monotonic() + START_S
+    listener._listener._socket.settimeout(0.5)  # type: ignore[attr-defined]
+    while len(found) < world:
+        try:
+            connection = listener.accept()
+            found[connection.recv()] = connection
+        except TimeoutError:
+            dead = nursery.obituary()
+            if dead or time.monotonic() > deadline:
+                missing = sorted(set(range(world)) - set(found))
+                raise WorkerError(f"ranks {missing} did not start: {dead or 'no call'}") from None
+    return found

@@ -1,0 +1,196 @@
+"""The processes of ranks: `python -m kllm.engine.rank_process ADDRESS FIRST COUNT`.
+
+Each calls the engine's process, builds what it is told to, and runs steps until the connection
+closes. A second thread reads the connection: when the engine's process is gone, the rank ends at
+once, even in the middle of a collective.
+"""
+
+import gc
+import os
+import pickle
+import queue
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Client, Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from kllm.config import EngineConfig
+from kllm.core import Request
+from kllm.engine.memory import KVBudget
+from kllm.engine.rank import Rank
+from kllm.engine.rank_protocol import AUTHKEY, OBITUARY, Allocate, Build, Failure, Release, Step
+from kllm.engine.step import RankOutcome
+from kllm.models.base import Groups
+from kllm.models.load import resolve
+from kllm.parallel import distributed, layout
+
+ALIVE_S = 1.0  # between two signs of life
+
+
+class RankServer:
+    """Answers messages one after the other."""
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self._rank: Rank | None = None
+        self._known: dict[str, Request] = {}
+        self._requests: tuple[Request, ...] = ()
+
+    def answer(self, message: Any) -> Any:
+        """What a message asks for."""
+        match message:
+            case Build():
+                return self._build(message)
+            case Allocate():
+                assert self._rank is not None
+                self._rank.allocate(message.budget, message.stripes, message.ring)
+                return True
+            case Step():
+                return self._step(message)
+            case Release():
+                self._release()
+                return True
+        raise AssertionError(f"unknown message {type(message).__name__}")
+
+    def _build(self, message: Build) -> KVBudget:
+        config, world = message.config, message.config.parallel.world
+        resolved = resolve(config)
+        device = torch.device(resolved.device)
+        if device.type == "cuda":
+            local = int(os.environ.get("LOCAL_RANK", self.number))
+            device = torch.device("cuda", local)
+            torch.cuda.set_device(device)
+        else:
+            torch.set_num_threads(1)  # the ranks share this machine's cores
+        store = dist.TCPStore(*message.store, is_master=False)
+        prefixed = dist.PrefixStore(message.prefix, store)
+        distributed.connect(prefixed, self.number, world, device)
+        self._rank = Rank(config, resolved, make_groups(config), number=self.number, device=device)
+        return self._rank.budget
+
+    def _step(self, message: Step) -> RankOutcome:
+        assert self._rank is not None
+        if message.requests is not None:
+            self._requests = tuple(
+                self._known[item] if isinstance(item, str) else item for item in message.requests
+            )
+            self._known = {request.id: request for request in self._requests}
+        outcome = self._rank.run(message.micro, self._requests)
+        if len(outcome.sampled):
+            for request, token in zip(self._requests, outcome.token_ids.tolist(), strict=True):
+                request.output_ids.append(token)
+        return outcome
+
+    def _release(self) -> None:
+        if self._rank is not None:
+            self._rank.close()
+        self._rank = None
+        self._known, self._requests = {}, ()
+        distributed.disconnect()
+
+
+def make_groups(config: EngineConfig) -> Groups:
+    """This rank's communicators; all ranks make the same groups in the same order."""
+    parallel = config.parallel
+    tp = distributed.join(layout.tp_groups(parallel))
+    return Groups(
+        attn=tp,
+        ffn=tp,
+        vocab=tp,
+        ep=distributed.join(layout.ep_groups(parallel)),
+        cp=distributed.join(layout.cp_groups(parallel)),
+        pp=distributed.join(layout.pp_groups(parallel)),
+    )
+
+
+def serve(connection: Connection, number: int) -> None:
+    """Answer until the other side closes; never returns."""
+    connection.send(number)
+    inbox: queue.Queue[bytes] = queue.Queue()
+    lock = threading.Lock()
+
+    def send(message: Any) -> None:
+        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
+        with lock:
+            connection.send_bytes(data)
+
+    threading.Thread(target=_listen, args=(connection, inbox), daemon=True).start()
+    threading.Thread(target=_live, args=(send,), daemon=True).start()
+    server = RankServer(number)
+    while True:
+        message = pickle.loads(inbox.get())
+        if message is None:
+            server.answer(Release())
+            _end(0)
+        try:
+            send(server.answer(message))
+        except Exception as error:  # noqa: BLE001 - whatever it is, the engine must hear of it
+            memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
+            text = str(error).strip().splitlines()
+            send(Failure(type(error).__name__, text[0] if text else repr(error), memory))
+
+
+def _listen(connection: Connection, inbox: "queue.Queue[bytes]") -> None:
+    while True:
+        try:
+            inbox.put(connection.recv_bytes())
+        except (EOFError, OSError):
+            _end(1)
+
+
+def _live(send: Callable[[Any], None]) -> None:
+    while True:
+        time.sleep(ALIVE_S)
+        try:
+            send(None)
+        except OSError:
+            _end(1)
+
+
+def _end(code: int) -> None:
+    # Not sys.exit: another thread may be inside a collective that never returns.
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def main() -> None:
+    """Become the ranks, and say how each of them ended if it did not end well.
+
+    They are forked once everything is imported: that takes seconds, and memory, only once. No
+    thread runs and no device is in use at that time.
+    """
+    address, first, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+    key = os.environ[AUTHKEY].encode()
+    gc.freeze()  # a collection would copy every page that the ranks share
+    numbers = {}
+    for number in range(first, first + count):
+        pid = os.fork()
+        if pid == 0:
+            serve(Client(parse_address(address), authkey=key), number)
+        numbers[pid] = number
+    while numbers:
+        pid, status = os.wait()
+        code = os.waitstatus_to_exitcode(status)
+        number = numbers.pop(pid)
+        if code < 0:
+            print(f"{OBITUARY}rank {number} was killed by {signal.Signals(-code).name}", flush=True)
+        elif code:
+            print(f"{OBITUARY}rank {number} ended with exit code {code}", flush=True)
+
+
+def parse_address(text: str) -> str | tuple[str, int]:
+    """A path of a local socket, or HOST:PORT."""
+    if text.startswith("/"):
+        return text
+    host, _, port = text.rpartition(":")
+    return host, int(port)
+
+
+if __name__ == "__main__":
+    main()

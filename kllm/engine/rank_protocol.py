@@ -1,0 +1,57 @@
+"""What the engine's process and those of the ranks say to each other. Pickled, over a socket.
+
+A rank answers each message with one value. In between it sends None as a sign of life; None from
+the engine ends it.
+"""
+
+from dataclasses import dataclass
+
+from kllm.config import EngineConfig
+from kllm.core import Request
+from kllm.engine.memory import KVBudget
+from kllm.engine.step import MicroStep
+from kllm.parallel.stripes import Stripes
+
+AUTHKEY = "KLLM_RANK_KEY"  # environment variable: what ranks prove themselves with
+OBITUARY = "[kllm] "  # begins the line that says how a rank died
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """Join the others and load this rank's share; the answer is its `KVBudget`."""
+
+    config: EngineConfig
+    store: tuple[str, int]  # where the ranks meet
+    prefix: str  # of this layout's keys there
+
+
+@dataclass(frozen=True, slots=True)
+class Allocate:
+    """Make the KV pool; the answer is True."""
+
+    budget: KVBudget
+    stripes: Stripes | None
+    ring: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """Run a step; the answer is a `RankOutcome`."""
+
+    micro: tuple[MicroStep, ...]
+    # Those sampled here, known ones by id; None: the same as before.
+    requests: tuple[Request | str, ...] | None = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Forget the layout; the answer is True."""
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """A rank's answer when it could not do what it was asked."""
+
+    kind: str  # the error's class
+    message: str
+    out_of_memory: bool = False

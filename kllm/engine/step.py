@@ -1,0 +1,116 @@
+"""One step as the ranks of a layout get it: plain data that can be sent to other processes.
+
+The engine makes a plan for each group of ranks that shares its requests (one for each dp rank).
+`steps_of` cuts the plans into micro-batches and says, for all groups alike, how many tokens every
+rank of a pipeline stage runs, so that ranks agree on shapes without asking each other.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kllm.config import ParallelConfig
+from kllm.core import Plan, TokenLogprobs
+from kllm.parallel.stripes import Stripes
+from kllm.scheduler.microbatch import split_plan
+
+
+@dataclass(frozen=True, slots=True)
+class MicroStep:
+    """One micro-batch of a group's step."""
+
+    plan: Plan | None  # None: the group has nothing to run
+    sampled: NDArray[np.int64]  # [B] index among the step's sampled requests; -1: not sampled
+    peer_tokens: tuple[int, ...]  # tokens of each rank of a stage
+    decode_only: bool  # every token of every group is a request's newest
+    width: int  # pages of the widest block table of any group
+
+
+@dataclass(frozen=True, slots=True)
+class RankOutcome:
+    """What one rank sampled."""
+
+    sampled: NDArray[np.int64]  # [S] index among the group's sampled requests
+    token_ids: NDArray[np.int64]  # [S]
+    logprobs: list[TokenLogprobs | None] | None = None
+
+
+def steps_of(
+    plans: Sequence[Plan | None], layout: ParallelConfig, stripes: Stripes | None
+) -> list[tuple[MicroStep, ...]]:
+    """The micro-batches of each group, as many for every group.
+
+    Args:
+        plans: one for each dp rank.
+        stripes: how prompts are dealt to the cp ranks; None without context parallelism.
+    """
+    parts = [[] if plan is None else split_plan(plan, layout.pp) for plan in plans]
+    count = max(map(len, parts))
+    micro = [[group[i] if i < len(group) else None for group in parts] for i in range(count)]
+    order = [_sample_order(plan) for plan in plans]
+    steps: list[list[MicroStep]] = [[] for _ in plans]
+    for row in micro:
+        peers = tuple(tokens for plan in row for tokens in rank_tokens(plan, layout, stripes))
+        decode_only = all(plan is None or _only_decodes(plan) for plan in row)
+        width = max((plan.block_tables.shape[1] for plan in row if plan is not None), default=1)
+        for group, plan in enumerate(row):
+            sampled = np.zeros(0, np.int64)
+            if plan is not None:
+                pairs = zip(plan.requests, plan.samples.tolist(), strict=True)
+                found = [order[group][id(request)] if yes else -1 for request, yes in pairs]
+                sampled = np.array(found, np.int64)
+                plan = replace(plan, requests=())
+            steps[group].append(MicroStep(plan, sampled, peers, decode_only, width))
+    return [tuple(group) for group in steps]
+
+
+def rank_tokens(plan: Plan | None, layout: ParallelConfig, stripes: Stripes | None) -> list[int]:
+    """Tokens that each rank of one group runs in a stage; a rank with nothing runs one."""
+    if plan is None:
+        return [1] * (layout.cp * layout.tp)
+    if stripes is None:
+        return [plan.num_tokens] * layout.tp
+    assert plan.owners is not None
+    n = plan.num_decodes
+    tokens = np.bincount(plan.owners[:n], minlength=layout.cp)
+    ends = plan.context_lens[n:].tolist()
+    starts = (plan.context_lens[n:] - plan.query_lens[n:]).tolist()
+    for rank in range(layout.cp):
+        for start, end in zip(starts, ends, strict=True):
+            tokens[rank] += stripes.count(rank, end) - stripes.count(rank, start)
+    return [max(1, count) for count in tokens.tolist() for _ in range(layout.tp)]
+
+
+def sampled_on(micro: Sequence[MicroStep], cp: int, stripes: Stripes | None) -> list[int]:
+    """Which of a group's sampled requests a cp rank samples, in the order in which it does."""
+    found: list[int] = []
+    for step in micro:
+        if step.plan is None:
+            continue
+        here = step.sampled >= 0
+        if stripes is not None:
+            here &= _last_token_ranks(step.plan, stripes) == cp
+        found += step.sampled[here].tolist()
+    return found
+
+
+def _last_token_ranks(plan: Plan, stripes: Stripes) -> NDArray[np.int64]:
+    """[B] the cp rank that runs each request's last token."""
+    assert plan.owners is not None
+    ranks = stripes.rank_of(plan.context_lens.astype(np.int64) - 1)
+    ranks[: plan.num_decodes] = plan.owners[: plan.num_decodes]
+    return ranks
+
+
+def _sample_order(plan: Plan | None) -> dict[int, int]:
+    if plan is None:
+        return {}
+    pairs = zip(plan.requests, plan.samples.tolist(), strict=True)
+    return {id(request): i for i, request in enumerate(r for r, yes in pairs if yes)}
+
+
+def _only_decodes(plan: Plan) -> bool:
+    # A chunk of one token counts as a decode, but is not sampled unless it ends its prompt.
+    return plan.num_decodes == len(plan.query_lens) and bool(plan.samples.all())
