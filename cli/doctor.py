@@ -96,6 +96,9 @@ def _ceilings(found: "Ceilings") -> Any:
     from rich.table import Table
 
     table = Table(f"ceiling ({found.device})", "measured")
+    table.add_row(
+        "measured at", found.measured_at or "unknown; `kllm doctor --fresh` measures again"
+    )
     table.add_row("copy, bytes read + written", f"{found.copy_bytes_per_s / 1e9:,.1f} GB/s")
     table.add_row("read", f"{found.read_bytes_per_s / 1e9:,.1f} GB/s")
     for dtype, rate in found.matmul_flops_per_s.items():

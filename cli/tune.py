@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kllm.cli.console import err, out
-from kllm.cli.options import DEFAULT_OUTPUT, AsJson, Device, Dtype, Model, Scale
+from kllm.cli.options import DEFAULT_OUTPUT, AsJson, Device, Dtype, Scale
 
 if TYPE_CHECKING:
     from kllm.tuners.tune import Tuned
@@ -15,7 +15,10 @@ INTERRUPTED = 130
 
 
 def tune(
-    model: Model,
+    ctx: typer.Context,
+    model: Annotated[
+        str | None, typer.Option(help="Preset name, model folder or GGUF file; not with --resume.")
+    ] = None,
     scale: Scale = "auto",
     workload: Annotated[
         str | None,
@@ -49,7 +52,8 @@ def tune(
     ] = "",
     study: Annotated[str, typer.Option(help="Study name; default: a new one.")] = "",
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue --study, or the newest of this model.")
+        bool,
+        typer.Option("--resume", help="Continue --study, or the newest, with its own options."),
     ] = False,
     fix: Annotated[
         list[str] | None, typer.Option(metavar="NAME=VALUE", help="Pin a parameter.")
@@ -64,16 +68,21 @@ def tune(
     from kllm.cli.tune_view import view
     from kllm.config import EngineConfig
     from kllm.errors import ConfigError
+    from kllm.tuners.resume import OPTIONS, STORED
     from kllm.tuners.setup import Request
     from kllm.tuners.tune import Options
     from kllm.tuners.tune import tune as run
 
+    if model is None and not resume:
+        raise ConfigError("there is nothing to tune; name a model with --model, or use --resume")
     if workload is not None and (isl or osl or concurrency is not None):
         raise ConfigError(
             "--workload and --isl/--osl/--concurrency both say what the load is; give one of them"
         )
     request = Request(
-        config=EngineConfig(model=model, scale=scale, device=device, dtype=dtype, seed=seed),
+        config=EngineConfig(
+            model=model or STORED, scale=scale, device=device, dtype=dtype, seed=seed
+        ),
         workload=workload or "chat",
         isl=isl,
         osl=osl,
@@ -92,18 +101,29 @@ def tune(
         storage=storage,
         study=study,
         resume=resume,
+        given=_given(ctx) & OPTIONS.keys(),
     )
     with view(err) as watcher:
         tuned = run(request, options, watcher=watcher)
-    _report(tuned, as_json=as_json)
+    where = f" --storage {storage}" if storage else ""
+    if output != DEFAULT_OUTPUT:
+        where += f" --output {output}"
+    _report(tuned, where, as_json=as_json)
 
 
-def _report(tuned: "Tuned", *, as_json: bool) -> None:
+def _given(ctx: typer.Context) -> frozenset[str]:
+    """The options on the command line, as in "--model"."""
+    named = {param.name: param.opts[0] for param in ctx.command.params if param.name}
+    sources = {option: ctx.get_parameter_source(name) for name, option in named.items()}
+    return frozenset(o for o, source in sources.items() if source and source.name == "COMMANDLINE")
+
+
+def _report(tuned: "Tuned", where: str, *, as_json: bool) -> None:
     from kllm.errors import KllmError
     from kllm.results.schema import encode
 
     if tuned.result is None:
-        _print_interrupted(tuned)
+        _print_interrupted(tuned, where)
         raise typer.Exit(INTERRUPTED)
     if as_json:
         typer.echo(encode(tuned.result).decode(), nl=False)
@@ -115,7 +135,7 @@ def _report(tuned: "Tuned", *, as_json: bool) -> None:
         raise typer.Exit(INTERRUPTED)
 
 
-def _print_interrupted(tuned: "Tuned") -> None:
+def _print_interrupted(tuned: "Tuned", where: str) -> None:
     from kllm.tuners.setup import describe
 
     space, goal = tuned.setup.space, tuned.setup.goal
@@ -127,7 +147,7 @@ def _print_interrupted(tuned: "Tuned") -> None:
     else:
         _line("best so far: nothing that meets the SLO")
     err.print(
-        f"interrupted; everything is stored. Continue with --resume --study {tuned.study}",
+        f"interrupted; everything is stored. Continue with --resume --study {tuned.study}{where}",
         highlight=False,
         soft_wrap=True,
     )

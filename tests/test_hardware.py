@@ -78,6 +78,21 @@ def test_ceilings_are_measured_once_and_read_back(home: Path) -> None:
 
 
 @pytest.mark.usefixtures("quick")
+def test_cached_ceilings_tell_when_they_were_measured(home: Path) -> None:
+    assert hardware.cached_ceilings("cpu") is None
+    found = hardware.ceilings("cpu")
+    assert hardware.cached_ceilings("cpu") == found
+    assert found.measured_at is not None
+    assert found.measured_at in found.beaten
+    assert "kllm doctor --fresh" in found.beaten
+    [path] = home.iterdir()
+    old = json.loads(path.read_text())
+    del old["measured_at"]  # as an older kLLM wrote it
+    path.write_text(json.dumps(old))
+    assert "in the cache" in hardware.ceilings("cpu").beaten
+
+
+@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("content", ["", "{", '{"device": "cpu"}', "[]"])
 def test_a_damaged_cache_is_measured_again(home: Path, content: str) -> None:
     hardware.ceilings("cpu")

@@ -150,7 +150,7 @@ def result_of(findings: Findings) -> RunResult:
         run_id=new_run_id(findings.started_at),
         command=findings.command,
         kind="tune",
-        name=findings.study,
+        name=question(setup),
         started_at=findings.started_at.isoformat(timespec="seconds"),
         model=setup.resolved.name,
         scale=setup.resolved.scale,
@@ -172,8 +172,14 @@ def result_of(findings: Findings) -> RunResult:
             "direction": setup.goal.objectives[0].direction,
             "objectives": [o.name for o in setup.goal.objectives],
             "ended": findings.ended,
+            "study": findings.study,
         },
     )
+
+
+def question(setup: Setup) -> str:
+    """What was asked, without the study's name: two answers to it can be compared."""
+    return slug("-".join(["tune", setup.workload.name, *(o.name for o in setup.goal.objectives)]))
 
 
 def fidelity_of(trials: Sequence[Trial]) -> Fidelity:

@@ -16,6 +16,7 @@ from kllm import hardware
 from kllm.attention.base import resolve_attention
 from kllm.bench.base import is_small
 from kllm.bench.costmodel import CostModel, Prediction
+from kllm.bench.throughput import most_tokens_per_s
 from kllm.bench.workloads import Lengths, Workload, preset
 from kllm.config import CacheConfig, EngineConfig
 from kllm.engine.memory import page_size
@@ -230,6 +231,14 @@ def calibrated_overhead(setup: Setup, ceilings: hardware.Ceilings, pilot: Outcom
         return 0.0
     modelled = predictor(setup, ceilings)(setup.space.default).tpot_s
     return max(0.0, sum(seen) / len(seen) - modelled)
+
+
+def beats_ceilings(setup: Setup, ceilings: hardware.Ceilings, run: Outcome) -> bool:
+    """Whether a run of the default gave more output than the ceilings allow at all."""
+    if run.state != "complete" or run.run_s <= 0:
+        return False
+    most = most_tokens_per_s(CostModel.of(setup.resolved, ceilings), setup.workload)
+    return sum(row.osl for row in run.requests) / run.run_s > most
 
 
 def prior_of(setup: Setup, predict: Predict) -> Prior | None:

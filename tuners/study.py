@@ -159,8 +159,12 @@ def _differences(old: Any, new: Any, at: str) -> Iterator[str]:
         yield f"{at} was {old}, now {new}"
 
 
-def newest_study(storage: BaseStorage, identity: Mapping[str, Any]) -> str:
-    """Name of the newest study about this model, for `--resume` without a name.
+def newest_study(storage: BaseStorage, model: str | None = None) -> str:
+    """Name of the newest study, for `--resume` without a name.
+
+    Args:
+        storage: where studies are kept.
+        model: name of the model that it must be about; None: any.
 
     Raises:
         ConfigError: there is none.
@@ -168,11 +172,11 @@ def newest_study(storage: BaseStorage, identity: Mapping[str, Any]) -> str:
     found = [
         summary
         for summary in optuna.get_all_study_summaries(storage)
-        if (about := summary.user_attrs.get(IDENTITY)) and about["model"] == identity["model"]
+        if (about := summary.user_attrs.get(IDENTITY)) and model in (None, about["model"])
     ]
     if not found:
         raise ConfigError(
-            f"there is no study of {identity['model']} to resume in this storage; "
+            f"there is no study {f'of {model} ' if model else ''}to resume in this storage; "
             "start one without --resume"
         )
     # Ids are given out in order; a study that was interrupted at once has no start time.

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 
+import msgspec
 import optuna
 
 from kllm import hardware
@@ -19,11 +20,13 @@ from kllm.tuners import output
 from kllm.tuners.finish import Comparison, compare, pairs_within, ranked
 from kllm.tuners.interrupt import Interrupt, listening
 from kllm.tuners.outcome import Outcome, Progress
+from kllm.tuners.resume import REQUEST, resumed
 from kllm.tuners.sampler import PointSampler
 from kllm.tuners.search import Listener, Search
 from kllm.tuners.setup import (
     Request,
     Setup,
+    beats_ceilings,
     calibrated_overhead,
     describe,
     pilot_workload,
@@ -57,6 +60,9 @@ class Options:
     storage: str = ""  # "": a journal file in the output folder
     study: str = ""  # "": a new name, or on resume the newest
     resume: bool = False
+    # Options of `kllm.tuners.resume` that the user gave: a resumed study has the others stored.
+    # None: the request is complete.
+    given: frozenset[str] | None = None
 
     @property
     def storage_url(self) -> str:
@@ -116,6 +122,10 @@ def tune(
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     watcher, interrupt = watcher or Watcher(), Interrupt()
     begin, started_at = time.monotonic(), datetime.now(UTC)
+    if options.resume and options.given is not None:
+        storage = open_storage(options.storage_url)
+        name, request = resumed(storage, options.study, request, options.given)
+        options = replace(options, study=name)
     setup = prepare(request)
     check_writable(options.output)
     runner = runner or WorkerRunner(memory_limit_bytes=memory_limit(setup.device))
@@ -177,7 +187,7 @@ class _Session:
         """Find or create the study; a new one begins with a pilot run."""
         setup, ceilings = self.setup, hardware.ceilings(self.setup.resolved.device)
         if self.options.resume:
-            self.name = self.name or newest_study(self.storage, setup.identity())
+            self.name = self.name or newest_study(self.storage, setup.resolved.name)
             stored = stored_identity(self.storage, self.name)
             if self.request.num_requests is None:
                 count = int(stored["workload"].get("num_requests", setup.workload.num_requests))
@@ -196,6 +206,8 @@ class _Session:
             if self.request.num_requests is None:
                 setup = self._with_workload(sized(setup.workload, pilot))
             overhead = calibrated_overhead(setup, ceilings, pilot)
+            if beats_ceilings(setup, ceilings, pilot):
+                self.watcher.note(ceilings.beaten)
             if self.timeout_s is None:
                 self.timeout_s = max(TIMEOUT_FLOOR_S, TIMEOUT_FACTOR * pilot.total_s)
         prior = prior_of(setup, predictor(setup, ceilings, overhead_s=overhead))
@@ -207,7 +219,11 @@ class _Session:
             identity=setup.identity(),
             resume=self.options.resume,
             sampler=sampler,
-            extra={OVERHEAD: overhead, TRIAL_TIMEOUT: self.timeout_s},
+            extra={
+                OVERHEAD: overhead,
+                TRIAL_TIMEOUT: self.timeout_s,
+                REQUEST: msgspec.to_builtins(self.request),
+            },
         )
         self.search = Search(
             study,
@@ -326,7 +342,7 @@ def _seconds(trial: Trial) -> float:
 
 
 def default_name(setup: Setup) -> str:
-    """A new name for each call: model, workload and time."""
+    """A new name of a study for each call: model, workload and time."""
     now = datetime.now(UTC)
     return slug(f"tune-{setup.resolved.name}-{setup.workload.name}-{now:%Y%m%dT%H%M%S}")
 

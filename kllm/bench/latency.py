@@ -70,13 +70,16 @@ class LatencyBench:
     def measure(self, ctx: Context, record: Record) -> None:
         """Run every batch size `ctx.repeats` times, smallest first."""
         resolved = resolve(ctx.config)
-        cost = CostModel.of(resolved, ceilings(resolved.device))
+        found = ceilings(resolved.device)
+        cost = CostModel.of(resolved, found)
         batches = sorted(set(self.batches))
         with ctx.engine(max_batch=batches[-1], max_tokens=self.isl + self.osl) as engine:
             for done, batch in enumerate(batches):
                 ctx.progress(f"batch {batch}", done, len(batches))
                 floor = cost.decode_floor(batch, self.isl + self.osl // 2)
                 self._point(ctx, record, engine, batch, floor.seconds)
+        if any(row["achieved_over_floor"] < 1 for row in record.ok_rows("sweep")):
+            record.notes.append(found.beaten)
         ctx.progress("done", len(batches), len(batches))
 
     def _point(

@@ -5,17 +5,21 @@ no longer bring more tokens: that knee is the boundary.
 """
 
 import itertools
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from kllm.bench.base import Context
+from kllm.bench.costmodel import CostModel
 from kllm.bench.record import Record
 from kllm.bench.serve_loop import ServingEngine, WorkloadRun, request_rows, run_workload, warm_up
 from kllm.bench.timing import Failed, attempt
 from kllm.bench.workloads import Workload
 from kllm.errors import CapacityError, ConfigError
+from kllm.hardware import cached_ceilings
+from kllm.models.load import resolve
 from kllm.results.schema import Direction
 
 KNEE_GAIN = 1.05  # less than this much more throughput from the next load: it is saturated
@@ -56,7 +60,19 @@ class ThroughputBench:
             for done, load in enumerate(self.loads):
                 ctx.progress(label(load), done, len(self.loads))
                 self._point(ctx, record, engine, load)
+        self._check_ceilings(ctx, record)
         ctx.progress("done", len(self.loads), len(self.loads))
+
+    def _check_ceilings(self, ctx: Context, record: Record) -> None:
+        """Note when a load ran faster than cached ceilings allow; none are measured for this."""
+        resolved = resolve(ctx.config)
+        found = cached_ceilings(resolved.device)
+        if found is None:
+            return
+        model = CostModel.of(resolved, found)
+        rates = {row["load"]: row["output_tokens_per_s"] for row in record.ok_rows("sweep")}
+        if any(rates.get(label(load), 0.0) > most_tokens_per_s(model, load) for load in self.loads):
+            record.notes.append(found.beaten)
 
     def _point(self, ctx: Context, record: Record, engine: ServingEngine, load: Workload) -> None:
         first = {"concurrency": load.concurrency} if load.closed else {"rate_per_s": load.rate}
@@ -94,6 +110,14 @@ class ThroughputBench:
             f"TTFT p50 {best['ttft_p50_ms']:.3g} ms and TPOT p50 {best['tpot_p50_ms']:.3g} ms."
         )
         record.boundary = _boundary(rows)
+
+
+def most_tokens_per_s(model: CostModel, load: Workload) -> float:
+    """Output that a closed load cannot pass: all requests decode all the time, prefill is free."""
+    if load.concurrency is None:
+        return math.inf
+    shortest = min(row.isl for row in load.shapes())
+    return load.concurrency / model.decode_floor(load.concurrency, shortest).seconds
 
 
 def _boundary(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -2,7 +2,8 @@
 
 Floors of step times divide by these figures and not by data sheets, so that "achieved over
 floor" says how much is left to win on this very machine. They are cached in `env.home()`, one
-file for each machine and set of libraries.
+file for each machine and set of libraries, with the date: figures of a busy moment are too low, and
+whoever finds a run above them says so (`Ceilings.beaten`).
 """
 
 import hashlib
@@ -13,6 +14,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,16 @@ class Ceilings:
     matmul_flops_per_s: dict[str, float]  # dtype name (and "fp8") to rate, random data
     launch_s: float  # shortest time of one operation: a kernel launch, or a call on the CPU
     links: LinkCeilings | None = None  # where there are two GPUs or more
+    measured_at: str | None = None  # ISO 8601, UTC; None: cached by an older kLLM
+
+    @property
+    def beaten(self) -> str:
+        """What to say of a run that was faster than these figures allow, one sentence."""
+        when = f"of {self.measured_at}" if self.measured_at else "in the cache"
+        return (
+            f"This run was faster than the measured ceilings {when} allow, so they are too low "
+            "(a busy moment, perhaps); measure them again with `kllm doctor --fresh`."
+        )
 
     def matmul(self, dtype: str) -> float:
         """FLOP/s of a dtype; one that was not measured runs at the float32 rate."""
@@ -61,15 +73,28 @@ def ceilings(device: str = "auto", *, fresh: bool = False) -> Ceilings:
     Raises:
         DataError: the cache folder cannot be written.
     """
-    kind = torch.device(device).type if device != "auto" else ""
-    kind = kind or ("cuda" if torch.cuda.is_available() else "cpu")
-    path = env.home() / f"ceilings-{kind}-{_machine_key()}.json"
-    cached = None if fresh else _read(path)
+    cached = None if fresh else cached_ceilings(device)
     if cached is not None:
         return cached
+    kind = _kind(device)
     found = measure_ceilings(device if kind == "cuda" and device != "auto" else kind)
-    _write(path, asdict(found))
+    _write(_path(kind), asdict(found))
     return found
+
+
+def cached_ceilings(device: str = "auto") -> Ceilings | None:
+    """What `ceilings` measured before on this machine, if it did."""
+    return _read(_path(_kind(device)))
+
+
+def _kind(device: str) -> str:
+    if device != "auto":
+        return torch.device(device).type
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def _path(kind: str) -> Path:
+    return env.home() / f"ceilings-{kind}-{_machine_key()}.json"
 
 
 def measure_ceilings(device: str) -> Ceilings:
@@ -92,6 +117,7 @@ def measure_ceilings(device: str) -> Ceilings:
         matmul_flops_per_s={name: rate for name, rate in rates.items() if rate},
         launch_s=launch,
         links=links,
+        measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
     )
 
 

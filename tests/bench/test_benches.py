@@ -1,11 +1,13 @@
 """Benches on engines that fail as told: what is recorded, marked and concluded."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kllm.bench import throughput
 from kllm.bench.base import BENCHES, Context, doubling
 from kllm.bench.compare_power import ComparePowerBench, SlowedEngine
 from kllm.bench.latency import LatencyBench
@@ -84,6 +86,21 @@ def test_out_of_memory_in_the_first_point_does_not_end_the_sweep(tmp_path: Path)
     requests = result.find_series("requests")
     assert requests is not None
     assert len(requests.rows or ()) == 3 * 2
+
+
+def test_load_above_the_cached_ceilings_is_noted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def noted(rate: float) -> tuple[str, ...]:
+        rates = {"float32": rate}
+        found = replace(CEILINGS, read_bytes_per_s=rate, matmul_flops_per_s=rates)
+        monkeypatch.setattr(throughput, "cached_ceilings", lambda device: found)
+        bench = ThroughputBench(loads=[parse("4:3:2", num_requests=2)])
+        made = context(lambda: FakeEngine(Clock()))
+        return run_bench(bench, made, tmp_path / str(rate))[0].notes
+
+    assert any("kllm doctor --fresh" in note for note in noted(1.0))
+    assert not any("kllm doctor --fresh" in note for note in noted(1e15))
 
 
 def test_interrupt_stores_what_was_measured(tmp_path: Path) -> None:

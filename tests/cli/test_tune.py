@@ -43,6 +43,13 @@ def test_what_cannot_be_is_refused_in_one_sentence(
     assert len(done.stderr.strip().splitlines()) == 1
 
 
+def test_without_a_model_there_is_nothing_to_tune(tmp_path: Path) -> None:
+    done = kllm("tune", home=tmp_path)
+    assert done.returncode == 2
+    assert "--model" in done.stderr
+    assert len(done.stderr.strip().splitlines()) == 1
+
+
 def test_tune_prints_one_document_and_its_recipe_is_accepted(tmp_path: Path) -> None:
     done = kllm(
         "tune",
@@ -58,3 +65,8 @@ def test_tune_prints_one_document_and_its_recipe_is_accepted(tmp_path: Path) -> 
     assert "#0 the default settings: complete" in done.stderr
     (recipe,) = (tmp_path / "out").glob("*.toml")
     assert recipes.load(str(recipe)).workload["isl"] == "8"
+    again = kllm(
+        "tune", "--resume", "--concurrency", "3", "--output", str(tmp_path / "out"), home=tmp_path
+    )
+    assert again.returncode == 2
+    assert "--concurrency 2 and cannot go on with --concurrency 3" in again.stderr

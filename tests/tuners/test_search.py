@@ -155,14 +155,16 @@ def too_large_from(budget: int):
 
 
 def test_what_is_larger_than_what_did_not_fit_is_not_run() -> None:
-    search = search_in(optuna.storages.InMemoryStorage(), too_large_from(4096))
-    search.run(trials=40)
+    pinned = {"kv_dtype": "auto"}
+    few = Space(PARAMS, CONSTRAINTS, site=fake.SITE, base=fake.BASE, fixed=pinned)
+    search = search_in(optuna.storages.InMemoryStorage(), too_large_from(4096), space=few)
+    search.run(trials=14)
     trials = search.trials()
     failed = [t for t in trials if t.state == "failed"]
     assert {t.settings["token_budget"] for t in failed} <= {4096}
     space = search.space
     huge = [p for p in range(len(space.points)) if space.settings(p)["token_budget"] == 4096]
-    assert len(failed) <= 8 < len(huge)
+    assert 0 < len(failed) <= 5 < len(huge)
     for late in failed[2:]:  # each was smaller in the batch than all but one of those before
         before = [t for t in failed if t.number < late.number]
         assert sum(t.settings["max_batch"] <= late.settings["max_batch"] for t in before) < 2
@@ -210,13 +212,15 @@ def test_nothing_to_resume_is_said(journal: str) -> None:
     with pytest.raises(ConfigError, match="no study 's' to resume"):
         search_in(open_storage(journal), resume=True)
     with pytest.raises(ConfigError, match="no study of m to resume"):
-        newest_study(open_storage(journal), IDENTITY)
+        newest_study(open_storage(journal), "m")
+    with pytest.raises(ConfigError, match="no study to resume"):
+        newest_study(open_storage(journal))
 
 
 def test_newest_study_of_the_model_is_found(journal: str) -> None:
     storage = open_storage(journal)
     search_in(storage).run(trials=1)
-    assert newest_study(storage, IDENTITY) == "s"
+    assert newest_study(storage, "m") == newest_study(storage) == "s"
 
 
 def test_foreign_study_is_refused(journal: str) -> None:

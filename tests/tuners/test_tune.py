@@ -5,18 +5,22 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
+from kllm import hardware
 from kllm.config import EngineConfig
 from kllm.errors import ConfigError, DataError, KllmError
 from kllm.recipes import schema as recipes
+from kllm.results import compare as comparing
 from kllm.results import store
+from kllm.tuners.resume import STORED
 from kllm.tuners.setup import Request
 from kllm.tuners.trial import WorkerRunner
-from kllm.tuners.tune import Options, Tuned, tune
+from kllm.tuners.tune import Options, Tuned, Watcher, tune
 
 ROOT = Path(__file__).parents[2]
 PARK = '{"2048": "", "*": "wait"}'  # every run waits once it has begun, but for the default budget
@@ -100,6 +104,63 @@ def test_study_of_another_workload_is_not_continued(tmp_path: Path) -> None:
     )
     with pytest.raises(ConfigError, match=r"workload.isl was 16-128, now 32"):
         tune(request, Options(output=tmp_path, resume=True), runner=runner)
+
+
+def resume(output: Path, request: Request, *given: str) -> Tuned:
+    runner = WorkerRunner(command=(sys.executable, "-m", "tests.tuners.fake_worker"))
+    options = Options(output=output, trials=3, resume=True, given=frozenset(given))
+    return tune(request, options, runner=runner)
+
+
+def test_resumed_study_has_its_options_from_the_storage(tmp_path: Path) -> None:
+    first = run(tmp_path, trials=1, slo="ttft=3s")
+    again = resume(tmp_path, Request(config=EngineConfig(model=STORED)))
+    assert again.study == first.study
+    assert again.setup.identity() == first.setup.identity()
+    assert again.result is not None
+    trials = again.result.find_series("trials")
+    assert trials is not None
+    assert len(trials.rows or ()) == 3
+
+
+def test_option_that_the_study_was_not_made_with_is_named(tmp_path: Path) -> None:
+    run(tmp_path, trials=1)
+    config = EngineConfig(model="deepseek-v4", scale="full")
+    asked = Request(config=config, workload="batch", num_requests=7)
+    with pytest.raises(ConfigError) as raised:
+        resume(tmp_path, asked, "--model", "--workload", "--requests")
+    assert "begun with --workload chat, --requests not given" in str(raised.value)
+    assert "cannot go on with --workload batch, --requests 7;" in str(raised.value)
+    assert "--scale" not in str(raised.value)  # it was not given
+
+
+def test_two_studies_of_one_question_can_be_compared(tmp_path: Path) -> None:
+    results = [run(tmp_path / name, study=name).result for name in ("one", "two")]
+    one, two = (result for result in results if result is not None)
+    found = comparing.compare([one], [two])
+    assert "goodput_tokens_per_s" in [row.metric for row in found.rows]
+    assert one.extra["study"] == "one"
+    other = run(tmp_path / "three", slo="ttft=1s,tpot=50ms").result
+    assert other is not None
+    with pytest.raises(ConfigError, match="slo"):
+        comparing.compare([one], [other])
+
+
+def test_run_above_the_ceilings_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = replace(
+        hardware.ceilings("cpu"), read_bytes_per_s=1.0, matmul_flops_per_s={"float32": 1}
+    )
+    monkeypatch.setattr(hardware, "ceilings", lambda device: slow)
+    said: list[str] = []
+
+    class Notes(Watcher):
+        def note(self, sentence: str) -> None:
+            said.append(sentence)
+
+    runner = WorkerRunner(command=(sys.executable, "-m", "tests.tuners.fake_worker"))
+    request = Request(config=EngineConfig(model="deepseek-v4", scale="tiny", device="cpu"))
+    tune(request, Options(output=tmp_path, trials=1), watcher=Notes(), runner=runner)
+    assert sum("kllm doctor --fresh" in sentence for sentence in said) == 1
 
 
 def test_output_that_cannot_be_written_is_refused_before_anything_runs() -> None:
