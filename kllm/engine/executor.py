@@ -17,12 +17,11 @@ from kllm.config import EngineConfig
 from kllm.core import Outcome, Plan, TokenLogprobs
 from kllm.engine.memory import KVBudget
 from kllm.engine.rank import Rank
+from kllm.engine.rank_groups import sliced_groups
 from kllm.engine.step import RankOutcome, sampled_on, steps_of
 from kllm.models.base import CausalLM, Groups
 from kllm.models.load import ResolvedModel
-from kllm.parallel.emulated import EmulatedComm
 from kllm.parallel.layout import place
-from kllm.parallel.link import Link, parse_link
 from kllm.parallel.stripes import Stripes, stripe_tokens
 
 
@@ -81,9 +80,7 @@ class InProcessExecutor:
         self._layout = config.parallel
         device = torch.device(resolved.device)
         sliced = config.parallel.world > 1
-        groups = (
-            slice_groups(config, parse_link(config.link), device) if sliced else Groups.single()
-        )
+        groups = sliced_groups(config, device) if sliced else Groups.single()
         number = config.slice_rank if sliced else 0
         self._rank: Rank | None = Rank(
             config, resolved, groups, number=number, device=device, model=model
@@ -123,26 +120,6 @@ class InProcessExecutor:
         if self._rank is not None:
             self._rank.close()
         self._rank = None
-
-
-def slice_groups(config: EngineConfig, link: Link, device: torch.device) -> Groups:
-    """The communicators of a rank whose peers are not there."""
-    layout = config.parallel
-    at = place(layout, config.slice_rank)
-
-    def comm(size: int, rank: int) -> EmulatedComm:
-        return EmulatedComm(link, size=size, rank=rank, device=device)
-
-    tp = comm(layout.tp, at.tp)
-    stage_rank = config.slice_rank % (layout.world // layout.pp)
-    return Groups(
-        attn=tp,
-        ffn=tp,
-        vocab=tp,
-        ep=comm(layout.ep, stage_rank % layout.ep),
-        cp=comm(layout.cp, at.cp),
-        pp=comm(layout.pp, at.pp),
-    )
 
 
 def merge(parts: Sequence[RankOutcome], count: int) -> Outcome:

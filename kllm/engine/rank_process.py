@@ -20,15 +20,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from kllm.config import EngineConfig
 from kllm.core import Request
 from kllm.engine.memory import KVBudget
 from kllm.engine.rank import Rank
+from kllm.engine.rank_groups import joined_groups
 from kllm.engine.rank_protocol import AUTHKEY, OBITUARY, Allocate, Build, Failure, Release, Step
 from kllm.engine.step import RankOutcome
-from kllm.models.base import Groups
 from kllm.models.load import resolve
-from kllm.parallel import distributed, layout
+from kllm.parallel import distributed
 
 ALIVE_S = 1.0  # between two signs of life
 
@@ -71,7 +70,9 @@ class RankServer:
         store = dist.TCPStore(*message.store, is_master=False)
         prefixed = dist.PrefixStore(message.prefix, store)
         distributed.connect(prefixed, self.number, world, device)
-        self._rank = Rank(config, resolved, make_groups(config), number=self.number, device=device)
+        self._rank = Rank(
+            config, resolved, joined_groups(config.parallel), number=self.number, device=device
+        )
         return self._rank.budget
 
     def _step(self, message: Step) -> RankOutcome:
@@ -93,20 +94,6 @@ class RankServer:
         self._rank = None
         self._known, self._requests = {}, ()
         distributed.disconnect()
-
-
-def make_groups(config: EngineConfig) -> Groups:
-    """This rank's communicators; all ranks make the same groups in the same order."""
-    parallel = config.parallel
-    tp = distributed.join(layout.tp_groups(parallel))
-    return Groups(
-        attn=tp,
-        ffn=tp,
-        vocab=tp,
-        ep=distributed.join(layout.ep_groups(parallel)),
-        cp=distributed.join(layout.cp_groups(parallel)),
-        pp=distributed.join(layout.pp_groups(parallel)),
-    )
 
 
 def serve(connection: Connection, number: int) -> None:

@@ -89,7 +89,8 @@ class ScoreRouter(_Gate):
         routing = self.routing
         if routing.groups == routing.kept_groups:
             return choice
-        grouped = choice.unflatten(1, (routing.groups, -1))  # [T, groups, E / groups]
+        each = routing.num_experts // routing.groups
+        grouped = choice.view(-1, routing.groups, each)  # [T, groups, E / groups]
         strength = grouped.topk(2, dim=-1).values.sum(dim=-1)
         kept = strength.topk(routing.kept_groups, sorted=False).indices
         dropped = torch.ones_like(strength, dtype=torch.bool).scatter_(1, kept, False)

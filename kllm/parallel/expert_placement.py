@@ -8,6 +8,7 @@ are copied and all are spread so that the busiest rank has as little to do as po
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from kllm.config import ParallelConfig
 from kllm.errors import ConfigError
 
 GOOD_ENOUGH = 1.001  # max/mean load below which no better placement is looked for
@@ -56,6 +57,11 @@ class ExpertOptions:
     redundant: int = 0  # copies besides the first, of all experts together
     placements: Mapping[int, ExpertPlacement] = field(default_factory=dict)  # by layer; others
     # have `in_order`
+
+    @classmethod
+    def of(cls, layout: ParallelConfig) -> "ExpertOptions":
+        """What a layout says."""
+        return cls(backend=layout.ep_backend, redundant=layout.redundant_experts)
 
     def placement(self, layer: int, num_experts: int, ranks: int) -> ExpertPlacement:
         """The placement of a layer.

@@ -94,6 +94,16 @@ def test_exact_exchange_sends_a_token_to_a_rank_once_and_in_order() -> None:
         assert got.slots.max() < PER_RANK
 
 
+def test_padding_is_no_work_for_any_expert() -> None:
+    def work(comm: Communicator) -> int:
+        step = DispatchStep(max(COUNTS), True)
+        got = AllGather(comm, PER_RANK).send(routed(comm.rank), step).arrive()
+        local = got.slots - got.first
+        return int(((local >= 0) & (local < PER_RANK)).sum())
+
+    assert sum(run_ranks(RANKS, work)) == sum(COUNTS) * K
+
+
 @pytest.mark.parametrize("name", ["all_to_all", "all_gather"])
 @pytest.mark.parametrize("rank", range(RANKS))
 def test_slots_stay_valid_where_rows_come_back_to_their_sender(name: str, rank: int) -> None:

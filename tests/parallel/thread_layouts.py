@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 def run_layout(layout: ParallelConfig, work: Callable[[int, Groups], T]) -> list[T]:
     """What `work` returned on each rank, given the rank and its groups."""
-    options = ExpertOptions(backend=layout.ep_backend, redundant=layout.redundant_experts)
+    options = ExpertOptions.of(layout)
     tp = [ThreadGroup(layout.tp) for _ in tp_groups(layout)]
     ep = [ThreadGroup(layout.ep) for _ in ep_groups(layout)]
 
