@@ -14,8 +14,10 @@ from kllm.parallel.expert_dispatch import DispatchStep, Routed, pack_routing, un
 
 
 class AllGather:
-    """Args:
-    per_rank: slots of each rank.
+    """Sends every token to every rank.
+
+    Args:
+        per_rank: slots of each rank.
     """
 
     def __init__(self, comm: Communicator, per_rank: int) -> None:

@@ -21,8 +21,10 @@ from kllm.parallel.expert_dispatch import (
 
 
 class AllToAll:
-    """Args:
-    per_rank: slots of each rank.
+    """Sends each token to the ranks that need it, and to no others.
+
+    Args:
+        per_rank: slots of each rank.
     """
 
     def __init__(self, comm: Communicator, per_rank: int) -> None:

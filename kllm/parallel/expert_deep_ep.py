@@ -71,7 +71,7 @@ def _buffer(group: Any, ranks: int, dim: int, num_slots: int) -> Any:
 
 
 class DeepEP:
-    """To be used where `problem` finds none.
+    """Sends through DeepEP, where `problem` finds none.
 
     Args:
         per_rank: slots of each rank.
