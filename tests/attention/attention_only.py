@@ -16,6 +16,7 @@ from kllm.attention.gathered import store_entries
 from kllm.attention.indexing import IndexQuery
 from kllm.attention.latent import LatentHeads
 from kllm.attention.sequence_parallel import SequenceAttention
+from kllm.cache.pool import KVPool
 from kllm.cache.spec import CacheSpec, PagedState
 from kllm.models.base import CausalLM
 from kllm.quant.entry import EntryFormat
@@ -57,10 +58,11 @@ class GroupedQueries(CausalLM):
     def logits(self, state: Tensor) -> Tensor:
         return state
 
-    def naive(self, ids: Tensor) -> Tensor:
-        """[n, channels] float64 of a request with these tokens."""
-        q, k, v = (table[ids].double() for table in (self.q, self.k, self.v))
-        k, v = k.repeat_interleave(2, dim=1), v.repeat_interleave(2, dim=1)
+    def naive(self, ids: Tensor, pool: KVPool) -> Tensor:
+        """[n, channels] float64 of a request with these tokens, rounded as in `pool`."""
+        stored = pool.pack("kv", torch.cat((self.k[ids], self.v[ids]), dim=1))
+        k, v = pool.unpack("kv", stored).double().repeat_interleave(2, dim=1).chunk(2, dim=1)
+        q = self.q[ids].double()
         scores = torch.einsum("qhd,khd->hqk", q, k) * 8**-0.5
         seen = torch.ones(len(ids), len(ids), dtype=torch.bool).tril()
         return torch.einsum("hqk,khd->qhd", _softmax(scores, seen), v).flatten(1)
@@ -102,9 +104,10 @@ class Latents(CausalLM):
     def logits(self, state: Tensor) -> Tensor:
         return state
 
-    def naive(self, ids: Tensor) -> Tensor:
-        """[n, channels] float64 of a request with these tokens."""
-        q, entries = self.q[ids].double(), self.entries[ids].double()
+    def naive(self, ids: Tensor, pool: KVPool) -> Tensor:
+        """[n, channels] float64 of a request with these tokens, rounded as in `pool`."""
+        stored = pool.pack(mla.LATENT, self.entries[ids])
+        q, entries = self.q[ids].double(), pool.unpack(mla.LATENT, stored).double()
         latent, rotary = entries.split((10, 4), dim=1)
         keys = torch.einsum("kr,hnr->khn", latent, self.heads.keys.double())
         keys = torch.cat((keys, rotary.unsqueeze(1).expand(-1, 3, -1)), dim=2)

@@ -14,7 +14,6 @@ from torch import Tensor
 
 from kllm.attention import latent, mla, mla_ring, ring, ring_selection
 from kllm.attention.ring import travel
-from kllm.models.base import CausalLM
 from kllm.parallel.communicator import Communicator
 from kllm.parallel.single import Done
 from tests.attention.attention_only import VOCAB, GroupedQueries, Latents
@@ -55,13 +54,24 @@ def forms(expanded: bool | None) -> Iterator[None]:
 
 
 def run_prompts(
-    model: CausalLM, prompts: list[list[int]], ranks: int, stripe_pages: int, ring_mode: bool
+    model: GroupedQueries | Latents,
+    prompts: list[list[int]],
+    ranks: int,
+    stripe_pages: int,
+    ring_mode: bool,
+    kv_dtype: str = "float32",
 ) -> list[tuple[Tensor, Tensor]]:
-    """(ours, token ids) of requests whose k-th chunks run together, and of three decodes each."""
+    """(ours, naive) of requests whose k-th chunks run together, and of three decodes each."""
     owners = [(3 * r + 1) % ranks for r in range(len(prompts))]
     longest = max(map(sum, prompts)) + 3
     harness = SequenceHarness(
-        model, ranks, ring=ring_mode, owners=owners, max_len=longest, stripe_pages=stripe_pages
+        model,
+        ranks,
+        ring=ring_mode,
+        owners=owners,
+        max_len=longest,
+        stripe_pages=stripe_pages,
+        kv_dtype=kv_dtype,
     )
     ids = [torch.randperm(VOCAB, generator=torch.Generator().manual_seed(r)) for r in range(2)]
     got: list[list[Tensor]] = [[] for _ in prompts]
@@ -81,7 +91,11 @@ def run_prompts(
         for r, rows in harness.step(tokens, decodes=set(tokens)).items():
             got[r].append(rows)
             done[r] += 1
-    return [(torch.cat(got[r]), ids[r][: done[r]]) for r in range(len(prompts))]
+    pool = harness.pools[0]
+    return [
+        (torch.cat(rows).double(), model.naive(ids[r][: done[r]], pool))
+        for r, rows in enumerate(got)
+    ]
 
 
 @KINDS
@@ -104,23 +118,32 @@ def test_shared_prompts_agree_with_naive_attention(
     model = network(name)
     with forms(expanded):
         results = run_prompts(model, prompts, ranks, stripe_pages, ring_mode)
-    for got, ids in results:
-        torch.testing.assert_close(got.double(), model.naive(ids), **CLOSE)
+    for got, want in results:
+        torch.testing.assert_close(got, want, **CLOSE)
 
 
 @pytest.mark.parametrize("ranks", range(1, 9))
 @pytest.mark.parametrize("name", ["gqa", "mla", "dsa"])
 def test_the_longest_prompt_on_each_number_of_ranks(name: str, ranks: int) -> None:
-    [(got, ids)] = run_prompts(network(name), [[513]], ranks, 2, ring_mode=True)
-    torch.testing.assert_close(got.double(), network(name).naive(ids), **CLOSE)
+    [(got, want)] = run_prompts(network(name), [[513]], ranks, 2, ring_mode=True)
+    torch.testing.assert_close(got, want, **CLOSE)
+
+
+@pytest.mark.parametrize("name", ["gqa", "mla"])
+def test_fp8_entries_travel_packed(name: str) -> None:
+    """What every rank sees is what a decode would read."""
+    with forms(None):
+        results = run_prompts(network(name), [[90, 70], [33]], 3, 2, ring_mode=True, kv_dtype="fp8")
+    for got, want in results:
+        torch.testing.assert_close(got, want, **CLOSE)
 
 
 def test_error_does_not_grow_with_the_ring() -> None:
     """Partial results are float32: eight ranks are at most twice as far off as one."""
     errors = []
     for ranks in (1, 8):
-        [(got, ids)] = run_prompts(network("gqa"), [[513]], ranks, 2, ring_mode=True)
-        errors.append((got.double() - network("gqa").naive(ids)).abs().max().item())
+        [(got, want)] = run_prompts(network("gqa"), [[513]], ranks, 2, ring_mode=True)
+        errors.append((got - want).abs().max().item())
     assert errors[1] <= 2 * errors[0]
 
 
