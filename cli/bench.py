@@ -9,7 +9,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kllm.cli.console import err, out
-from kllm.cli.options import DEFAULT_OUTPUT, AsJson, Device, Dtype, Load, Model, Scale
+from kllm.cli.options import (
+    DEFAULT_OUTPUT,
+    AsJson,
+    Device,
+    Dtype,
+    Fidelity,
+    Layout,
+    LinkName,
+    Load,
+    Model,
+    Scale,
+)
 
 if TYPE_CHECKING:
     from kllm.bench.base import Bench, ProgressHook
@@ -47,9 +58,13 @@ class _Options:
     as_json: bool
     load: str = "auto"
     token_budget: int = 2048
+    layout: str = ""
+    fidelity: str = "real"
+    link: str = "nvlink4"
 
     def config(self) -> "EngineConfig":
-        from kllm.config import CacheConfig, EngineConfig, SchedulerConfig
+        from kllm.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
+        from kllm.parallel.layout import parse
 
         return EngineConfig(
             model=self.model,
@@ -60,6 +75,9 @@ class _Options:
             seed=self.seed,
             cache=CacheConfig(dtype=self.kv_dtype),
             scheduler=SchedulerConfig(token_budget=self.token_budget),
+            parallel=parse(self.layout) if self.layout else ParallelConfig(),
+            fidelity=self.fidelity,  # type: ignore[arg-type]  # EngineConfig checks it
+            link=self.link,
         )
 
 
@@ -96,6 +114,9 @@ def latency(
     device: Device = "auto",
     dtype: Dtype = "auto",
     kv_dtype: KvDtype = "auto",
+    layout: Layout = "",
+    fidelity: Fidelity = "real",
+    link: LinkName = "nvlink4",
     repeats: Repeats = 5,
     seed: Seed = 0,
     output: Output = DEFAULT_OUTPUT,
@@ -138,6 +159,9 @@ def throughput(
     device: Device = "auto",
     dtype: Dtype = "auto",
     kv_dtype: KvDtype = "auto",
+    layout: Layout = "",
+    fidelity: Fidelity = "real",
+    link: LinkName = "nvlink4",
     repeats: Repeats = 3,
     seed: Seed = 0,
     output: Output = DEFAULT_OUTPUT,

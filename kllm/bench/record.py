@@ -14,6 +14,7 @@ from typing import Any
 from kllm import __version__, hardware
 from kllm.results.schema import (
     Direction,
+    Fidelity,
     Fingerprint,
     Kind,
     Metric,
@@ -84,6 +85,7 @@ class Subject:
     dtype: str
     command: tuple[str, ...] = ()
     kind: Kind = "bench"
+    fidelity: Fidelity = "real"
     layout: Mapping[str, Any] | None = None
     workload: Mapping[str, Any] | None = None
     settings: Mapping[str, Any] | None = None
@@ -113,7 +115,7 @@ class Record:
             model=subject.model,
             scale=subject.scale,
             dtype=subject.dtype,
-            fidelity="real",
+            fidelity=subject.fidelity,
             kllm_version=__version__,
             commit=code_commit(),
             fingerprint=Fingerprint.from_dict(hardware.fingerprint()),

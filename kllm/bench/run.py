@@ -44,13 +44,14 @@ def subject_of(bench: Bench, config: EngineConfig, command: Sequence[str]) -> Su
     resolved = resolve(config)
     settings = asdict(replace(config, scale=resolved.scale, dtype=resolved.dtype))
     layout = settings.pop("parallel")
-    for known in ("model", "scale", "dtype"):
+    for known in ("model", "scale", "dtype", "fidelity"):
         settings.pop(known)
     return Subject(
         name=bench.name,
         model=resolved.name,
         scale=resolved.scale,
         dtype=resolved.dtype,
+        fidelity=config.fidelity,
         command=tuple(command),
         layout=layout,
         workload=bench.workload(),

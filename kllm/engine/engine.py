@@ -15,6 +15,7 @@ import numpy as np
 from kllm import env
 from kllm.config import EngineConfig
 from kllm.core import FinishReason, Outcome, Plan, Request, SamplingParams, Status, TokenLogprobs
+from kllm.engine.cp_kind import with_cp_kind
 from kllm.engine.detokenizer import Detokenizer, TokenTable
 from kllm.engine.executor import Executor, InProcessExecutor
 from kllm.engine.multi_rank import MultiRankExecutor
@@ -22,7 +23,9 @@ from kllm.engine.rank_pool import RankPool
 from kllm.errors import ConfigError
 from kllm.models.base import CausalLM
 from kllm.models.load import ResolvedModel, resolve
+from kllm.models.shape import model_shape
 from kllm.models.tokenizer import Tokenizer, load_tokenizer
+from kllm.parallel.layout import check
 from kllm.scheduler.placement import least_loaded
 from kllm.scheduler.scheduler import Scheduler
 
@@ -73,8 +76,10 @@ class Engine:
         ranks: RankPool | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.config = config
         self.resolved = resolve(config)
+        if config.parallel.world > 1:
+            check(model_shape(self.resolved.family, self.resolved.config).dims, config.parallel)
+        self.config = config = with_cp_kind(config, self.resolved)
         self.vocab_size: int = self.resolved.config.vocab_size
         self._tokenizer: Tokenizer | None = None
         self._executor = executor or _make_executor(config, self.resolved, model, ranks)

@@ -33,7 +33,7 @@ class _Inputs:
         page: int,
         row: int,
         device: torch.device,
-        expert_ranks: int,
+        expert_ranks: int = 1,
     ) -> None:
         self.page, self.row = page, row
         self.longs = torch.zeros(3, batch, dtype=torch.int64, device=device)

@@ -70,9 +70,8 @@ class RankServer:
         store = dist.TCPStore(*message.store, is_master=False)
         prefixed = dist.PrefixStore(message.prefix, store)
         distributed.connect(prefixed, self.number, world, device)
-        self._rank = Rank(
-            config, resolved, joined_groups(config.parallel), number=self.number, device=device
-        )
+        groups = joined_groups(config.parallel)
+        self._rank = Rank(config, resolved, groups, number=self.number, device=device)
         return self._rank.budget
 
     def _step(self, message: Step) -> RankOutcome:

@@ -234,7 +234,7 @@ def test_request_id_in_use_is_refused(engine: Engine) -> None:
         ({"max_model_len": 10**9}, ConfigError, "beyond the model's"),
         ({"model": "deepseek-v4", "cache": {"page_size": 24}}, ConfigError, "multiple of 16"),
         ({"budget": 2}, ConfigError, "token_budget 2 is smaller"),
-        ({"parallel": ParallelConfig(tp=2)}, ConfigError, "this engine runs one"),
+        ({"parallel": ParallelConfig(tp=3)}, ConfigError, "tp 3 does not divide"),
     ],
 )
 def test_impossible_engine_is_refused(

@@ -5,6 +5,7 @@ vocabulary are compared at each of 64 greedy tokens of three requests.
 """
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -59,17 +60,19 @@ def table() -> Iterator[None]:
     print("\nlargest difference of a log probability to one rank, 64 greedy tokens equal")
     print(f"{'layout':28}" + "".join(f"{family:>14}" for family in FAMILIES))
     for name in LAYOUTS:
-        cells = (TABLE.get((family, name)) for family in FAMILIES)
-        print(
-            f"{name:28}" + "".join(f"{c:14.1e}" if c is not None else f"{'-':>14}" for c in cells)
-        )
+        found = [TABLE.get((family, name)) for family in FAMILIES]
+        cells = ("-" if value is None else f"{value:.1e}" for value in found)
+        print(f"{name:28}" + "".join(f"{cell:>14}" for cell in cells))
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_layout_answers_like_one_rank(
     name: str, model: Path, alone: Answers, pool: RankPool
 ) -> None:
-    found = answers(model, LAYOUTS[name], pool)
+    layout = LAYOUTS[name]
+    if model.name == "llama":
+        layout = replace(layout, ep=1)  # a dense model has no experts
+    found = answers(model, layout, pool)
     assert found.tokens == alone.tokens
     difference = TABLE[model.name, name] = found.difference(alone)
     assert difference <= LAYOUT[model.name]

@@ -1,0 +1,63 @@
+"""Ring or all-gather, where a layout leaves it to the engine: the one with less predicted time."""
+
+from dataclasses import replace
+
+import torch
+
+from kllm.config import EngineConfig
+from kllm.hardware.measured import cached_ceilings
+from kllm.models.load import ResolvedModel
+from kllm.models.shape import model_shape
+from kllm.parallel.gpus import GPUS
+from kllm.parallel.link import Link, parse_link
+from kllm.parallel.overlap import Setting, choose_cp_kind
+
+ACHIEVED = 0.6  # what block attention reaches of the matmul rate
+CALL_S = {"cuda": 5e-6, "cpu": 50e-6}  # of one more kernel call
+UNMEASURED_CPU = 50e9  # FLOP/s
+LOOPBACK = Link(latency_s=200e-6, bytes_per_s=1e9)  # gloo between processes of one machine
+TYPICAL_PREFIX = 4  # chunks that are there already when a typical one runs
+
+
+def with_cp_kind(config: EngineConfig, resolved: ResolvedModel) -> EngineConfig:
+    """The config with `cp_kind` decided for full chunks in the middle of a long prompt.
+
+    Rates are measured ones where `kllm doctor` has been run, else presets.
+    """
+    layout = config.parallel
+    if layout.cp == 1 or layout.cp_kind != "auto":
+        return config
+    device = torch.device(resolved.device).type
+    chunk = config.scheduler.token_budget
+    kind = choose_cp_kind(
+        model_shape(resolved.family, resolved.config).attention,
+        Setting(
+            ranks=layout.cp,
+            flops=ACHIEVED * _matmul_rate(device, resolved.dtype),
+            link=_link(config, device),
+            tp=layout.tp,
+            kv_dtype=resolved.kv_dtype,
+            call_s=CALL_S[device],
+        ),
+        tokens=chunk,
+        cached=TYPICAL_PREFIX * chunk,
+    )
+    return replace(config, parallel=replace(layout, cp_kind=kind))
+
+
+def _matmul_rate(device: str, dtype: str) -> float:
+    found = cached_ceilings(device)
+    if found is not None:
+        return found.matmul(dtype)
+    return GPUS["h200"].matmul_flops if device == "cuda" else UNMEASURED_CPU
+
+
+def _link(config: EngineConfig, device: str) -> Link:
+    if config.fidelity == "rank-slice":
+        return parse_link(config.link)
+    if device == "cpu":
+        return LOOPBACK
+    found = cached_ceilings(device)
+    if found is not None and found.links is not None:
+        return Link(latency_s=found.links.latency_s, bytes_per_s=found.links.bytes_per_s)
+    return parse_link(config.link)

@@ -1,0 +1,45 @@
+"""The communicators of a rank: process groups, or links to ranks that are not there."""
+
+import torch
+
+from kllm.config import EngineConfig, ParallelConfig
+from kllm.models.base import Groups
+from kllm.parallel import distributed, layout
+from kllm.parallel.emulated import EmulatedComm
+from kllm.parallel.expert_placement import ExpertOptions
+from kllm.parallel.link import parse_link
+
+
+def joined_groups(parallel: ParallelConfig) -> Groups:
+    """Process groups; all ranks make the same ones in the same order."""
+    tp = distributed.join(layout.tp_groups(parallel))
+    return Groups(
+        attn=tp,
+        ffn=tp,
+        vocab=tp,
+        ep=distributed.join(layout.ep_groups(parallel)),
+        cp=distributed.join(layout.cp_groups(parallel)),
+        pp=distributed.join(layout.pp_groups(parallel)),
+        experts=ExpertOptions.of(parallel),
+    )
+
+
+def sliced_groups(config: EngineConfig, device: torch.device) -> Groups:
+    """Groups of which only `config.slice_rank` is present, over `config.link`."""
+    parallel, link = config.parallel, parse_link(config.link)
+    at = layout.place(parallel, config.slice_rank)
+    stage_ranks = parallel.world // parallel.pp
+
+    def comm(size: int, rank: int) -> EmulatedComm:
+        return EmulatedComm(link, size=size, rank=rank, device=device)
+
+    tp = comm(parallel.tp, at.tp)
+    return Groups(
+        attn=tp,
+        ffn=tp,
+        vocab=tp,
+        ep=comm(parallel.ep, config.slice_rank % stage_ranks % parallel.ep),
+        cp=comm(parallel.cp, at.cp),
+        pp=comm(parallel.pp, at.pp),
+        experts=ExpertOptions.of(parallel),
+    )
