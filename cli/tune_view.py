@@ -105,7 +105,6 @@ class LiveView(PlainView):
         super().__init__(console)
         self.live = live
         self.rows: list[tuple[str, str, str, str]] = []
-        self.running: tuple[int, Mapping[str, Value]] | None = None
         self.best: Trial | None = None
         self.status = ""
 

@@ -110,7 +110,7 @@ def main() -> None:
 def release_memory() -> None:
     """Give back what the last engine held: the next one is sized by what is free."""
     gc.collect()
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 

@@ -6,7 +6,7 @@ from itertools import pairwise
 import pytest
 from rich.console import Console
 
-from kllm.cli.tune_view import SILENCE_S, PlainView
+from kllm.cli.tune_view import SILENCE_S, LiveView, PlainView, view
 from kllm.tuners.study import Trial
 
 TRIAL = Trial(number=7, settings={}, state="complete", reason="", metrics={}, stored=None)
@@ -55,3 +55,14 @@ def test_short_runs_say_nothing_in_between(piped) -> None:
         clock.now += 0.4
         view.running(0.5)
     assert len(text.getvalue().splitlines()) == 1
+
+
+def test_terminal_shows_how_far_the_comparison_is_and_takes_every_event() -> None:
+    text = io.StringIO()
+    console = Console(file=text, width=200, force_terminal=True)
+    with view(console) as watcher:
+        assert isinstance(watcher, LiveView)
+        watcher.running(0.1)
+        watcher.comparing(TRIAL, 3, 10)
+        watcher.running(0.5)
+    assert "#7 and the default again in turn: 3 of 10 runs" in text.getvalue()

@@ -13,6 +13,7 @@ from kllm.config import CacheConfig, EngineConfig, SchedulerConfig
 from kllm.tuners.objective import Slo
 from kllm.tuners.outcome import measure
 from kllm.tuners.trial import WorkerRunner
+from kllm.tuners.worker import Models
 
 WORKLOAD = Workload(isl=Lengths(8, 40), osl=Lengths(3, 6), num_requests=6, concurrency=3)
 CONFIG = EngineConfig(model="deepseek-v4", scale="tiny", device="cpu")
@@ -44,6 +45,15 @@ def test_weights_are_kept_while_settings_change(runner: WorkerRunner) -> None:
     outcome = runner.run(other, WORKLOAD)
     assert outcome.state == "complete", outcome.reason
     assert max(tick.running for tick in outcome.ticks) <= 2
+
+
+def test_network_is_loaded_again_only_when_it_is_another_one() -> None:
+    models = Models()
+    loaded = models.get(CONFIG)
+    scheduler, cache = SchedulerConfig(max_batch=2, token_budget=16), CacheConfig(dtype="bfloat16")
+    other = replace(CONFIG, scheduler=scheduler, cache=cache, graphs=False)
+    assert models.get(other) is loaded
+    assert models.get(replace(CONFIG, seed=1)) is not loaded
 
 
 def test_config_that_the_engine_refuses_is_a_failed_trial_with_its_sentence(
