@@ -199,13 +199,14 @@ def finish_softmax(state: SoftmaxState, dtype: torch.dtype, sink: Tensor | None 
 
 
 def top_entries(scores: Tensor, k: int) -> Tensor:
-    """The k highest scores of each row: [n, s] -> indices [n, min(k, s)] int64, best first.
+    """The k highest scores of each row: [n, s] -> indices [n, min(k, s)] int64.
 
     On the CPU the lower of two indices with the same score wins, so that layouts select alike;
     a caller who merges candidates of several blocks lists them in the order of their positions.
-    On a GPU it is whichever comes first: the order of summation differs there anyway.
+    On a GPU it is whichever comes first: the order of summation differs there anyway. There they
+    are in no order either.
     """
     k = min(k, scores.shape[1])
     if scores.is_cuda:
-        return scores.topk(k, dim=1).indices
+        return scores.topk(k, dim=1, sorted=False).indices
     return scores.sort(dim=1, descending=True, stable=True).indices[:, :k]

@@ -1,7 +1,9 @@
 """Prompts that ranks share, ring and all-gather, against naive attention in float64."""
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import cache
 from typing import Any
 from unittest.mock import patch
@@ -12,9 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kllm.attention import latent, mla, mla_ring, ring, ring_selection
+from kllm.attention import gathered, latent, mla, mla_ring, ring, ring_selection
+from kllm.attention.context import ForwardContext
 from kllm.attention.ring import travel
+from kllm.attention.sequence_parallel import SequenceAttention
+from kllm.kernels import block_attention_reference
 from kllm.parallel.communicator import Communicator
+from kllm.parallel.sequence import local_plan
 from kllm.parallel.single import Done
 from tests.attention.attention_only import VOCAB, GroupedQueries, Latents
 from tests.attention.sequence_harness import SequenceHarness
@@ -237,3 +243,65 @@ def test_a_ring_needs_no_more_memory_on_more_ranks(name: str) -> None:
     for ranks, (buffers, pages) in zip(degrees, gathered, strict=True):
         assert buffers == (ranks + 1) * 64 * token
         assert pages == ranks * 64 * token
+
+
+class NoBackend:
+    """A backend that attends to nothing."""
+
+    def prepare(self, ctx: ForwardContext) -> None: ...
+
+    def attend(self, ctx: ForwardContext, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return torch.empty_like(q)
+
+
+class Silent:
+    """A group of two in which nothing is exchanged."""
+
+    rank, size = 0, 2
+
+    def ring_shift(self, out: Tensor, x: Tensor) -> Done:
+        return Done()
+
+    def all_gather(self, out: Tensor, x: Tensor) -> Done:
+        return Done()
+
+
+@KINDS
+@pytest.mark.parametrize("name", ["gqa", "mla", "dsa"])
+def test_attention_to_shared_prompts_looks_at_no_value_on_the_host(
+    name: str, ring_mode: bool
+) -> None:
+    """It runs on tensors without data, so that a GPU is never waited for.
+
+    Left out are the kernels of the CPU and the backend, which have twins for GPUs.
+    """
+    meta = torch.device("meta")
+    model = copy.deepcopy(network(name)).to(meta)
+    if isinstance(model, Latents):
+        keys, values = (t.to(meta) for t in (model.heads.keys, model.heads.values))
+        model.heads = replace(model.heads, keys=keys, values=values)
+    else:
+        model.attention = SequenceAttention(NoBackend())
+    harness = SequenceHarness(network(name), 2, ring=ring_mode, max_len=100)
+    _, plan = harness.plan({0: range(100)}, decodes=())
+    local = local_plan(plan, harness.stripes, 0, ring=ring_mode, scratch_page=0, scratch_row=0)
+    ctx = ForwardContext.from_plan(
+        local.plan,
+        harness.pools[0],
+        torch.device("cpu"),
+        places=local.places,
+        sequence=(Silent(), local.step),
+    )
+    assert ctx.sequence is not None
+    ctx.sequence = replace(ctx.sequence, block_tables=ctx.sequence.block_tables.to(meta))
+    for field in ("token_ids", "positions", "request_index", "block_tables", "places"):
+        setattr(ctx, field, getattr(ctx, field).to(meta))
+    for key, tensor in ctx.pool._tensors.items():
+        ctx.pool._tensors[key] = tensor.to(meta)
+    with (
+        patch.object(block_attention_reference, "sparse_block_attention", lambda *_: None),
+        patch.object(
+            gathered, "to_device", lambda array, device: torch.tensor(array, device=device)
+        ),
+    ):
+        assert model(ctx).shape[0] == len(local.plan.token_ids)
