@@ -23,7 +23,7 @@ import torch
 
 from kllm import env
 from kllm.engine.rank_protocol import AUTHKEY, OBITUARY, Failure
-from kllm.errors import CapacityError, ConfigError, WorkerError
+from kllm.errors import CapacityError, ConfigError, DataError, DependencyError, WorkerError
 
 MODULE = "kllm.engine.rank_process"
 START_S = 120.0  # until every rank must have called back
@@ -81,7 +81,7 @@ class RankPool:
     ) -> None:
         self.ranks = list(ranks)
         self.host = host
-        self._nursery = nursery
+        self.nursery = nursery
 
     @property
     def world(self) -> int:
@@ -163,7 +163,7 @@ class RankPool:
         """Raise what a rank reported, or the death of another rank that made it fail."""
         if failure.out_of_memory:
             raise torch.OutOfMemoryError(f"rank {i}: {failure.message}")
-        for known in (ConfigError, CapacityError):
+        for known in (ConfigError, CapacityError, DataError, DependencyError):
             if failure.kind == known.__name__:
                 raise known(failure.message)
         dead = self._dead()
@@ -176,7 +176,7 @@ class RankPool:
         """Which rank died and how; waits a moment, as survivors may be heard before the death."""
         end = time.monotonic() + CAUSE_S
         while True:
-            how = self._nursery.obituary()
+            how = self.nursery.obituary()
             if how is not None:
                 return f"{how}; the job was ended"
             if time.monotonic() > end:
@@ -188,7 +188,7 @@ class RankPool:
         for rank in self.ranks:
             rank.connection.close()
         if self.ranks:
-            self._nursery.kill()
+            self.nursery.kill()
         self.ranks = []
 
     def close(self) -> None:
@@ -197,7 +197,7 @@ class RankPool:
             with contextlib.suppress(OSError):
                 rank.connection.send_bytes(pickle.dumps(None))
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._nursery.process.wait(CLOSE_S)
+            self.nursery.process.wait(CLOSE_S)
         self.kill()
 
     def __enter__(self) -> "RankPool":

@@ -46,7 +46,10 @@ def steps_of(
         plans: one for each dp rank.
         stripes: how prompts are dealt to the cp ranks; None without context parallelism.
     """
-    parts = [[] if plan is None else split_plan(plan, layout.pp) for plan in plans]
+    # Steps without prompts are bound by reading weights, which every micro-batch does again.
+    prompts = any(plan is not None and not _only_decodes(plan) for plan in plans)
+    wanted = layout.pp if prompts else 1
+    parts = [[] if plan is None else split_plan(plan, wanted) for plan in plans]
     count = max(map(len, parts))
     micro = [[group[i] if i < len(group) else None for group in parts] for i in range(count)]
     order = [_sample_order(plan) for plan in plans]

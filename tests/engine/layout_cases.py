@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,9 +84,14 @@ def prompts(seed: int = 0) -> list[list[int]]:
 
 
 def answers(
-    model: Path, layout: ParallelConfig, pool: RankPool | None = None, **options: Any
+    model: Path,
+    layout: ParallelConfig,
+    pool: RankPool | None = None,
+    *,
+    new_tokens: int = NEW_TOKENS,
+    around: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Answers:
-    """Run the prompts through an engine of a layout."""
+    """Run the prompts through an engine of a layout; the steps `around` something."""
     config = EngineConfig(
         model=str(model),
         device="cpu",
@@ -94,18 +100,18 @@ def answers(
         cache=CacheConfig(memory_bytes=8 << 20),
         max_model_len=320,
         parallel=layout,
-        **options,
     )
     engine = Engine(config, ranks=pool)
     try:
-        return collect(engine, prompts())
+        with around():
+            return collect(engine, prompts(), new_tokens)
     finally:
         engine.close()
 
 
-def collect(engine: Engine, ids: Sequence[Sequence[int]]) -> Answers:
+def collect(engine: Engine, ids: Sequence[Sequence[int]], new_tokens: int) -> Answers:
     """Greedy answers of an engine to all prompts at once."""
-    params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.0, ignore_eos=True, logprobs=VOCAB)
+    params = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True, logprobs=VOCAB)
     requests = [engine.add(prompt, params) for prompt in ids]
     while engine.has_work:
         engine.step()

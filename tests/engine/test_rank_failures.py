@@ -1,0 +1,181 @@
+"""A rank that dies, stops or is slow: the job goes on correctly, or ends with a sentence."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+
+from kllm.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
+from kllm.core import SamplingParams
+from kllm.engine.engine import Engine
+from kllm.engine.rank_pool import RankPool, launch
+from kllm.errors import ConfigError, DataError, WorkerError
+from tests.engine.layout_cases import answers, checkpoint
+
+END_S = 30.0
+SPREAD = ParallelConfig(dp=2, ep=2)
+# Set it to 200 to look for hangs that come once in a while.
+REPEATS = int(os.environ.get("KLLM_TEST_REPEATS", "3"))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return checkpoint("deepseek_v4", tmp_path_factory.mktemp("failures") / "deepseek_v4")
+
+
+@pytest.fixture
+def pool() -> Iterator[RankPool]:
+    with launch(2) as ranks:
+        yield ranks
+
+
+def processes(pool: RankPool) -> list[psutil.Process]:
+    """The ranks' processes in order."""
+    children = psutil.Process(pool.nursery.process.pid).children()
+    return sorted(children, key=lambda child: child.pid)
+
+
+def engine(model: Path, pool: RankPool | None, layout: ParallelConfig = SPREAD) -> Engine:
+    config = EngineConfig(
+        model=str(model),
+        device="cpu",
+        scheduler=SchedulerConfig(max_batch=8, token_budget=64),
+        cache=CacheConfig(memory_bytes=8 << 20),
+        max_model_len=512,
+        parallel=layout,
+    )
+    return Engine(config, ranks=pool)
+
+
+def start(running: Engine, count: int = 4) -> None:
+    params = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
+    for i in range(count):
+        running.add([5 + i] * 20, params)
+    for _ in range(3):
+        running.step()
+
+
+def run_until_error(running: Engine) -> tuple[WorkerError, float]:
+    begin = time.monotonic()
+    with pytest.raises(WorkerError) as caught:
+        while running.has_work:
+            running.step()
+    return caught.value, time.monotonic() - begin
+
+
+def test_a_killed_rank_ends_the_job(model: Path, pool: RankPool) -> None:
+    running = engine(model, pool)
+    start(running)
+    ranks = processes(pool)
+    ranks[1].kill()
+    error, seconds = run_until_error(running)
+    assert str(error) == "rank 1 was killed by SIGKILL; the job was ended"
+    assert seconds < END_S
+    assert psutil.wait_procs(ranks, timeout=5)[1] == []  # nobody is left behind
+    running.close()
+
+
+def test_a_stopped_rank_ends_the_job(
+    model: Path, pool: RankPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kllm.engine.rank_pool.SILENCE_S", 4.0)
+    running = engine(model, pool)
+    start(running)
+    processes(pool)[0].suspend()
+    error, seconds = run_until_error(running)
+    assert "rank 0 has not been heard of for 4 s" in str(error)
+    assert seconds < END_S
+
+
+def test_a_hung_step_ends_the_job(
+    model: Path, pool: RankPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kllm.env.step_timeout_s", lambda: 0.0)
+    running = engine(model, pool)
+    running.add([5] * 20, SamplingParams(max_tokens=4))
+    with pytest.raises(WorkerError, match="did not finish a step within 0 s"):
+        running.step()
+
+
+def test_ranks_end_with_the_engines_process(model: Path) -> None:
+    script = (
+        "import sys, time; from kllm.engine.rank_pool import launch; pool = launch(2);"
+        "print(pool.nursery.process.pid, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as parent:
+        assert parent.stdout is not None
+        nursery = psutil.Process(int(parent.stdout.readline()))
+        ranks = nursery.children()
+        assert len(ranks) == 2
+        parent.kill()
+    assert psutil.wait_procs([nursery, *ranks], timeout=10)[1] == []
+
+
+def test_an_error_of_a_rank_is_reported_once(model: Path, pool: RankPool) -> None:
+    broken = model / "nowhere"
+    with pytest.raises(ConfigError, match="no model folder"):
+        engine(broken, pool)
+    (model / "model.safetensors").rename(model / "hidden")
+    try:
+        with pytest.raises(DataError, match="holds no tensors"):
+            engine(model, pool)
+    finally:
+        (model / "hidden").rename(model / "model.safetensors")
+
+
+@contextmanager
+def slowed(process: psutil.Process) -> Iterator[None]:
+    """The process gets a tenth of the time."""
+    done = threading.Event()
+
+    def pulse() -> None:
+        while not done.is_set():
+            process.send_signal(signal.SIGSTOP)
+            time.sleep(0.018)
+            process.send_signal(signal.SIGCONT)
+            time.sleep(0.002)
+
+    thread = threading.Thread(target=pulse)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
+
+
+def test_a_slow_rank_changes_nothing(model: Path, pool: RankPool) -> None:
+    alone = answers(model, ParallelConfig(), new_tokens=8)
+    rank = processes(pool)[1]
+    found = answers(model, SPREAD, pool, new_tokens=8, around=lambda: slowed(rank))
+    assert found.tokens == alone.tokens
+
+
+def test_skewed_load_does_not_hang(model: Path, pool: RankPool) -> None:
+    """One rank has twenty times the requests of the other, in another order each time."""
+    running = engine(model, pool)
+    rng = np.random.default_rng(0)
+    for _ in range(REPEATS):
+        busy, idle = running._schedulers[:: rng.choice((-1, 1))]
+        for scheduler, count in ((busy, 20), (idle, 1)):
+            for _ in range(count):
+                prompt = rng.integers(2, 90, rng.integers(1, 100)).tolist()
+                params = SamplingParams(max_tokens=int(rng.integers(1, 12)), ignore_eos=True)
+                request = running.add(prompt, params)
+                running._homes[request.id].waiting.remove(request)
+                running._homes[request.id] = scheduler
+                scheduler.add(request)
+        begin = time.monotonic()
+        while running.has_work:
+            running.step()
+            assert time.monotonic() - begin < END_S * 4
+    running.close()
