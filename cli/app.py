@@ -8,6 +8,8 @@ import errno
 import os
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
@@ -69,7 +71,8 @@ def main() -> None:
         args.remove("--debug")
         os.environ["KLLM_DEBUG"] = "1"
     try:
-        _run(args)
+        with _torchrun():
+            _run(args)
     except KllmError as error:
         _fail(str(error), error.exit_code)
     except KeyboardInterrupt:
@@ -82,6 +85,22 @@ def main() -> None:
         if type(error).__name__ == "OutOfMemoryError":  # torch's, without importing torch
             _fail(f"out of device memory: {error}".splitlines()[0], 3)
         _fail(f"internal error, please report it: {type(error).__name__}: {error}", 1)
+
+
+@contextmanager
+def _torchrun() -> Iterator[None]:
+    """Where torchrun started this process: all but the first become ranks and never get in."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        yield
+        return
+    from kllm.engine import torchrun
+
+    if not torchrun.is_first():
+        torchrun.become_rank()
+    try:
+        yield
+    finally:
+        torchrun.finish()
 
 
 def _run(args: list[str]) -> None:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kllm.cli.options import AsJson, Device, Dtype, Load, Model
+from kllm.cli.options import AsJson, Device, Dtype, Layout, Load, Model
 
 if TYPE_CHECKING:
     from kllm.core import Request
@@ -40,6 +40,7 @@ def generate(
     stop: Annotated[
         list[str] | None, typer.Option(help="End before this text; may be given repeatedly.")
     ] = None,
+    layout: Layout = "",
     load: Load = "auto",
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -48,10 +49,11 @@ def generate(
     """Answer a prompt with a real model, streaming."""
     from dataclasses import replace
 
-    from kllm.config import EngineConfig, SchedulerConfig
+    from kllm.config import EngineConfig, ParallelConfig, SchedulerConfig
     from kllm.core import SamplingParams
     from kllm.engine.engine import Engine
     from kllm.models.load import resolve
+    from kllm.parallel.layout import parse
 
     params = SamplingParams(
         max_tokens=max_tokens,
@@ -65,7 +67,13 @@ def generate(
         seed=seed,
         stop=tuple(stop or ()),
     )
-    config = EngineConfig(model=model, load=load, device=device, dtype=dtype)  # type: ignore[arg-type]
+    config = EngineConfig(
+        model=model,
+        load=load,  # type: ignore[arg-type]  # EngineConfig checks it
+        device=device,
+        dtype=dtype,
+        parallel=parse(layout) if layout else ParallelConfig(),
+    )
     resolved = resolve(config)
     ids = prompt_ids(_tokenizer(resolved), prompt, system, raw)
     # One request: the KV pool holds it and nothing else.

@@ -9,7 +9,7 @@ from kllm.hardware.measured import cached_ceilings
 from kllm.models.load import ResolvedModel
 from kllm.models.shape import model_shape
 from kllm.parallel.gpus import GPUS
-from kllm.parallel.link import Link, parse_link
+from kllm.parallel.link import Link, measured_link, parse_link
 from kllm.parallel.overlap import Setting, choose_cp_kind
 
 ACHIEVED = 0.6  # what block attention reaches of the matmul rate
@@ -27,22 +27,27 @@ def with_cp_kind(config: EngineConfig, resolved: ResolvedModel) -> EngineConfig:
     layout = config.parallel
     if layout.cp == 1 or layout.cp_kind != "auto":
         return config
-    device = torch.device(resolved.device).type
     chunk = config.scheduler.token_budget
     kind = choose_cp_kind(
         model_shape(resolved.family, resolved.config).attention,
-        Setting(
-            ranks=layout.cp,
-            flops=ACHIEVED * _matmul_rate(device, resolved.dtype),
-            link=_link(config, device),
-            tp=layout.tp,
-            kv_dtype=resolved.kv_dtype,
-            call_s=CALL_S[device],
-        ),
+        cp_setting(config, resolved),
         tokens=chunk,
         cached=TYPICAL_PREFIX * chunk,
     )
     return replace(config, parallel=replace(layout, cp_kind=kind))
+
+
+def cp_setting(config: EngineConfig, resolved: ResolvedModel) -> Setting:
+    """What the times of both kinds are predicted with."""
+    device, layout = torch.device(resolved.device).type, config.parallel
+    return Setting(
+        ranks=layout.cp,
+        flops=ACHIEVED * _matmul_rate(device, resolved.dtype),
+        link=_link(config, device),
+        tp=layout.tp,
+        kv_dtype=resolved.kv_dtype,
+        call_s=CALL_S[device],
+    )
 
 
 def _matmul_rate(device: str, dtype: str) -> float:
@@ -54,10 +59,8 @@ def _matmul_rate(device: str, dtype: str) -> float:
 
 def _link(config: EngineConfig, device: str) -> Link:
     if config.fidelity == "rank-slice":
-        return parse_link(config.link)
-    if device == "cpu":
-        return LOOPBACK
+        return parse_link(config.link, device)
     found = cached_ceilings(device)
     if found is not None and found.links is not None:
-        return Link(latency_s=found.links.latency_s, bytes_per_s=found.links.bytes_per_s)
-    return parse_link(config.link)
+        return measured_link(device)
+    return LOOPBACK if device == "cpu" else parse_link(config.link)

@@ -7,7 +7,7 @@ place.
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -16,7 +16,7 @@ import torch
 from kllm.config import EngineConfig
 from kllm.core import Outcome, Plan, TokenLogprobs
 from kllm.engine.memory import KVBudget
-from kllm.engine.rank import Rank
+from kllm.engine.rank import DeviceMemory, Rank
 from kllm.engine.rank_groups import sliced_groups
 from kllm.engine.step import RankOutcome, sampled_on, steps_of
 from kllm.models.base import CausalLM, Groups
@@ -59,6 +59,12 @@ def sharing_of(config: EngineConfig, budget: KVBudget) -> Sharing:
         tokens = stripe_tokens(layout.cp, config.scheduler.token_budget, budget.page_size)
         stripes = Stripes(layout.cp, tokens)
     return Sharing(budget, layout.dp, stripes, layout.cp_kind == "ring")
+
+
+def rearranged(sharing: Sharing, pages: int, ring: bool, tokens: int) -> Sharing:
+    """The same ranks with pools of other sizes."""
+    budget = replace(sharing.budget, num_pages=pages, max_model_len=tokens)
+    return replace(sharing, budget=budget, ring=ring)
 
 
 class InProcessExecutor:
@@ -114,6 +120,36 @@ class InProcessExecutor:
     def _wait_for_other_stages(self, own_s: float, micro: int) -> None:
         """Idle for as long as the pipeline fills and drains (`pipeline.bubble_share`)."""
         time.sleep(own_s * (self._layout.pp - 1) / micro)
+
+    def arrange(self, pages: Sequence[int], *, ring: bool, tokens: int) -> None:
+        """Replace the KV pool by one of random entries, for measuring prompts.
+
+        Args:
+            pages: of each context-parallel rank.
+            tokens: a request holds at most.
+
+        Raises:
+            torch.OutOfMemoryError: when the device cannot hold it.
+        """
+        assert self._rank is not None
+        self.sharing = rearranged(self.sharing, pages[self._cp], ring, tokens)
+        self._rank.allocate(self.sharing.budget, self.sharing.stripes, ring, fill=True)
+
+    def settle(self) -> list[DeviceMemory]:
+        """Wait for the device; its memory since the last call."""
+        assert self._rank is not None
+        return [self._rank.settle()]
+
+    @property
+    def groups(self) -> Groups:
+        """The rank's communicators."""
+        assert self._rank is not None
+        return self._rank.groups
+
+    def peak_bytes(self) -> list[int]:
+        """`Rank.peak_bytes` of the one rank."""
+        assert self._rank is not None, "executor used after close"
+        return [self._rank.peak_bytes()]
 
     def close(self) -> None:
         """Drop the KV pool; what the caller does not hold of the network goes too."""

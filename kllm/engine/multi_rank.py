@@ -9,10 +9,12 @@ import torch.distributed as dist
 
 from kllm.config import EngineConfig
 from kllm.core import Outcome, Plan, Request
-from kllm.engine.executor import Sharing, merge, sharing_of
+from kllm.engine import torchrun
+from kllm.engine.executor import Sharing, merge, rearranged, sharing_of
 from kllm.engine.memory import KVBudget
 from kllm.engine.rank_pool import RankPool, launch
-from kllm.engine.rank_protocol import Allocate, Build, Release, Step
+from kllm.engine.rank import DeviceMemory
+from kllm.engine.rank_protocol import Allocate, Build, Measure, Release, Settle, Step
 from kllm.engine.step import sampled_on, steps_of
 from kllm.errors import CapacityError
 from kllm.models.load import ResolvedModel
@@ -34,7 +36,8 @@ class MultiRankExecutor:
     """Every rank of `config.parallel` in a process of its own.
 
     Args:
-        pool: processes to use; None: processes are started, and ended by `close`.
+        pool: processes to use; None: torchrun's, or else processes are started, and ended by
+            `close`.
 
     Raises:
         ConfigError, CapacityError, WorkerError: when the ranks cannot be set up.
@@ -45,6 +48,8 @@ class MultiRankExecutor:
     ) -> None:
         self._layout = layout = config.parallel
         _check_devices(config, resolved)
+        if pool is None and torchrun.launched():
+            pool = torchrun.pool()
         self._owns_pool = pool is None
         self._pool = launch(layout.world) if pool is None else pool
         if self._pool.world < layout.world:
@@ -92,6 +97,25 @@ class MultiRankExecutor:
             outcomes.append(None if plan is None else merge(parts, len(sampled[dp])))
         return outcomes
 
+    def arrange(self, pages: Sequence[int], *, ring: bool, tokens: int) -> None:
+        """Replace the KV pools by ones of random entries, for measuring prompts.
+
+        Args:
+            pages: of each context-parallel rank.
+            tokens: a request holds at most.
+
+        Raises:
+            torch.OutOfMemoryError: when a device cannot hold it.
+        """
+        pools = [rearranged(self.sharing, count, ring, tokens) for count in pages]
+        self.sharing = pools[0]
+        messages = [Allocate(pool.budget, pool.stripes, ring, fill=True) for pool in pools]
+        self._pool.call([messages[at.cp] for at in self._places], BUILD_TIMEOUT_S)
+
+    def settle(self) -> list[DeviceMemory]:
+        """Wait for the devices of all ranks; their memory since the last call."""
+        return self._pool.call([Settle()] * self._layout.world)
+
     def _news(
         self, at: tuple[int, int], requests: tuple[Request, ...]
     ) -> tuple[Request | str, ...] | None:
@@ -107,6 +131,10 @@ class MultiRankExecutor:
         same = requests == mirror.last and all(isinstance(item, str) for item in news)
         mirror.last = requests
         return None if same else news
+
+    def peak_bytes(self) -> list[int]:
+        """`Rank.peak_bytes` of every rank."""
+        return self._pool.call([Measure()] * self._layout.world)
 
     def close(self) -> None:
         """Free the ranks' memory; end their processes if they were started for this executor."""
@@ -131,7 +159,7 @@ def _check_devices(config: EngineConfig, resolved: ResolvedModel) -> None:
     if torch.device(resolved.device).type != "cuda":
         return
     count, world = torch.cuda.device_count(), config.parallel.world
-    if count < world:
+    if count < world and not torchrun.launched():
         raise CapacityError(
             f"the layout has {world} ranks and this machine {count} GPUs; run one rank of it with "
             "--fidelity rank-slice, or start it on several machines with torchrun"

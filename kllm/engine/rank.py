@@ -18,7 +18,7 @@ from kllm.engine.pipeline import run_stages
 from kllm.engine.profile import activation_bytes
 from kllm.engine.step import MicroStep, RankOutcome
 from kllm.models.base import CausalLM, Groups
-from kllm.models.devices import fit_threads
+from kllm.models.devices import fit_threads, free_bytes
 from kllm.models.load import ResolvedModel, load_model
 from kllm.parallel.layout import place
 from kllm.parallel.sequence import SequenceStep, local_plan
@@ -34,6 +34,15 @@ class Share:
     sampled: np.ndarray  # [B] index among the step's sampled requests; -1: not sampled here
     places: np.ndarray | None
     step: SequenceStep | None
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMemory:
+    """Bytes on a rank's device; those of tensors are not counted on a CPU."""
+
+    free: int
+    held: int  # by tensors
+    passing: int  # by tensors that are gone: the highest sum of both since the last look, less held
 
 
 class Rank:
@@ -85,12 +94,19 @@ class Rank:
         self._stripes: Stripes | None = None
         self._ring = False
 
-    def allocate(self, budget: KVBudget, stripes: Stripes | None, ring: bool) -> None:
-        """Make the KV pool, of the size that all ranks agreed on.
+    def allocate(
+        self, budget: KVBudget, stripes: Stripes | None, ring: bool, *, fill: bool = False
+    ) -> None:
+        """Make the KV pool, of the size that all ranks agreed on, in place of one that is there.
+
+        Args:
+            fill: with random entries, for timing.
 
         Raises:
             torch.OutOfMemoryError: when the device cannot hold it.
         """
+        if self._pool is not None:
+            self.close()  # the device may not hold both
         self.budget, self._stripes, self._ring = budget, stripes, ring
         self._pool = KVPool(
             self.model.cache_spec,
@@ -102,6 +118,8 @@ class Rank:
             device=self.device,
             rewind_tokens=budget.rewind_tokens,
         )
+        if fill:
+            self._pool.fill_random(self.config.seed)
         usable = self.config.graphs and self.device.type == "cuda" and self.model.capturable
         if usable and self.layout.pp == 1:
             self._graphs = DecodeGraphs(
@@ -132,6 +150,30 @@ class Rank:
         assert len(requests) == len(sampled)
         tokens, logprobs = self._sampler(logits, requests)
         return RankOutcome(sampled, tokens.cpu().numpy(), logprobs)
+
+    def settle(self) -> DeviceMemory:
+        """Wait until the device has done all its work; what its memory was used for since."""
+        if self.device.type != "cuda":
+            return DeviceMemory(free_bytes(self.device), 0, 0)
+        torch.cuda.synchronize(self.device)
+        peak, held = (
+            torch.cuda.max_memory_allocated(self.device),
+            torch.cuda.memory_allocated(self.device),
+        )
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return DeviceMemory(free_bytes(self.device), held, peak - held)
+
+    def peak_bytes(self) -> int:
+        """Most bytes that tensors took at a time since the last call.
+
+        On a CPU, where nobody counts them: weights and KV pool.
+        """
+        if self.device.type == "cuda":
+            peak = torch.cuda.max_memory_allocated(self.device)
+            torch.cuda.reset_peak_memory_stats(self.device)
+            return peak
+        held = sum(p.numel() * p.element_size() for p in self.model.parameters())
+        return held + (self._pool.nbytes() if self._pool else 0)
 
     def close(self) -> None:
         """Drop the KV pool and what was captured."""

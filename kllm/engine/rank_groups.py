@@ -26,7 +26,7 @@ def joined_groups(parallel: ParallelConfig) -> Groups:
 
 def sliced_groups(config: EngineConfig, device: torch.device) -> Groups:
     """Groups of which only `config.slice_rank` is present, over `config.link`."""
-    parallel, link = config.parallel, parse_link(config.link)
+    parallel, link = config.parallel, parse_link(config.link, device.type)
     at = layout.place(parallel, config.slice_rank)
     stage_ranks = parallel.world // parallel.pp
 

@@ -24,7 +24,17 @@ from kllm.core import Request
 from kllm.engine.memory import KVBudget
 from kllm.engine.rank import Rank
 from kllm.engine.rank_groups import joined_groups
-from kllm.engine.rank_protocol import AUTHKEY, OBITUARY, Allocate, Build, Failure, Release, Step
+from kllm.engine.rank_protocol import (
+    AUTHKEY,
+    OBITUARY,
+    Allocate,
+    Build,
+    Failure,
+    Measure,
+    Release,
+    Settle,
+    Step,
+)
 from kllm.engine.step import RankOutcome
 from kllm.models.load import resolve
 from kllm.parallel import distributed
@@ -48,10 +58,18 @@ class RankServer:
                 return self._build(message)
             case Allocate():
                 assert self._rank is not None
-                self._rank.allocate(message.budget, message.stripes, message.ring)
+                self._rank.allocate(
+                    message.budget, message.stripes, message.ring, fill=message.fill
+                )
                 return True
+            case Settle():
+                assert self._rank is not None
+                return self._rank.settle()
             case Step():
                 return self._step(message)
+            case Measure():
+                assert self._rank is not None
+                return self._rank.peak_bytes()
             case Release():
                 self._release()
                 return True
@@ -93,6 +111,9 @@ class RankServer:
         self._rank = None
         self._known, self._requests = {}, ()
         distributed.disconnect()
+        if torch.cuda.is_initialized():
+            gc.collect()
+            torch.cuda.empty_cache()  # another process may want this device's memory
 
 
 def serve(connection: Connection, number: int) -> None:

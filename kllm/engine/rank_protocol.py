@@ -27,11 +27,17 @@ class Build:
 
 @dataclass(frozen=True, slots=True)
 class Allocate:
-    """Make the KV pool; the answer is True."""
+    """Make the KV pool, in place of one that is there; the answer is True."""
 
     budget: KVBudget
     stripes: Stripes | None
     ring: bool
+    fill: bool = False  # with random entries
+
+
+@dataclass(frozen=True, slots=True)
+class Settle:
+    """Finish what the device has to do; the answer is the rank's `DeviceMemory`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +47,11 @@ class Step:
     micro: tuple[MicroStep, ...]
     # Those sampled here, known ones by id; None: the same as before.
     requests: tuple[Request | str, ...] | None = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """The answer is `Rank.peak_bytes`."""
 
 
 @dataclass(frozen=True, slots=True)

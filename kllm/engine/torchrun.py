@@ -1,0 +1,82 @@
+"""Ranks that torchrun started, on one machine or several.
+
+torchrun starts the same command once a rank. The first of these processes carries the command
+out; it also starts rank 0 as a process of its own, so that the one that schedules never waits
+inside a collective. All others become ranks and do nothing else.
+"""
+
+import os
+import secrets
+from functools import cache
+from multiprocessing.connection import Client, Listener
+
+import torch.distributed as dist
+
+from kllm.engine.rank_pool import RankLink, RankPool, accept, start_ranks
+from kllm.engine.rank_process import parse_address, serve
+from kllm.errors import WorkerError
+
+CALL = "kllm/call"  # store key: where the first process listens, and the word that lets ranks in
+NOBODY = "nobody"  # its value when no ranks are needed
+
+
+def launched() -> bool:
+    """Whether torchrun started this process."""
+    return "TORCHELASTIC_RUN_ID" in os.environ and "RANK" in os.environ
+
+
+def is_first() -> bool:
+    """Whether this process carries the command out."""
+    return os.environ["RANK"] == "0"
+
+
+def become_rank() -> None:
+    """Serve as this process's rank until the job ends; does not return.
+
+    Raises:
+        WorkerError: when the first process does not call.
+    """
+    try:
+        call = _store().get(CALL).decode()
+    except RuntimeError as error:
+        raise WorkerError(f"the first process of this job did not call: {error}") from None
+    if call == NOBODY:
+        raise SystemExit(0)
+    address, key = call.split(" ")
+    serve(Client(parse_address(address), authkey=key.encode()), int(os.environ["RANK"]))
+
+
+@cache
+def pool() -> RankPool:
+    """The ranks of this job, for the first process.
+
+    Raises:
+        WorkerError: when one of them does not come.
+    """
+    world, host = int(os.environ["WORLD_SIZE"]), os.environ["MASTER_ADDR"]
+    key = secrets.token_hex(16)
+    with Listener((host, 0), "AF_INET", backlog=world, authkey=key.encode()) as listener:
+        address = f"{host}:{listener.address[1]}"
+        nursery = start_ranks(address, range(1), key)
+        _store().set(CALL, f"{address} {key}")
+        try:
+            connections = accept(listener, world, nursery)
+        except BaseException:
+            nursery.kill()
+            raise
+    return RankPool([RankLink(connections[i]) for i in range(world)], nursery, host)
+
+
+def finish() -> None:
+    """End the ranks of this job; the first process calls it last."""
+    if pool.cache_info().currsize:
+        pool().close()
+    else:
+        _store().set(CALL, NOBODY)
+
+
+@cache
+def _store() -> dist.Store:
+    """The store that torchrun's processes share."""
+    store, _, _ = next(dist.rendezvous("env://"))
+    return store
