@@ -30,7 +30,7 @@ from kllm.models.weights import SafetensorsFolder, fill
 from kllm.parallel.footprint import BEHIND, weight_bytes
 
 # Share of free device memory that `auto` gives to weights; the rest is for KV and activations.
-WEIGHT_SHARE = 0.9
+WEIGHT_SHARE = 0.8
 # A cut below this many layers no longer has the families' mix of layer types: `auto` goes tiny.
 FEWEST_LAYERS = 4
 
