@@ -13,7 +13,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from kllm.errors import DataError
 from kllm.hardware.links import LinkCeilings, gpu_event, measure_links
 from kllm.hardware.machine import detect, fingerprint
 
-VERSION = 1  # of the cached file; raise it when a measurement changes its meaning
+VERSION = 2  # of the cached file; raise it when a measurement changes its meaning
 # Buffers have to be far larger than the last cache level; a matrix large enough that its edges
 # do not matter, and small enough that two CPU cores finish in a fraction of a second.
 CPU_BUFFER_BYTES, GPU_BUFFER_BYTES = 256 << 20, 4 << 30
@@ -46,7 +46,7 @@ class Ceilings:
     read_bytes_per_s: float
     matmul_flops_per_s: dict[str, float]  # dtype name (and "fp8") to rate, random data
     launch_s: float  # shortest time of one operation: a kernel launch, or a call on the CPU
-    links: LinkCeilings | None = None  # where there are two GPUs or more
+    links: LinkCeilings | None = None  # of two GPUs or more, or of processes if asked for
     measured_at: str | None = None  # ISO 8601, UTC; None: cached by an older kLLM
 
     @property
@@ -63,21 +63,29 @@ class Ceilings:
         return self.matmul_flops_per_s.get(dtype, self.matmul_flops_per_s["float32"])
 
 
-def ceilings(device: str = "auto", *, fresh: bool = False) -> Ceilings:
+def ceilings(device: str = "auto", *, fresh: bool = False, links: bool = False) -> Ceilings:
     """Ceilings of this machine, measured now or read from the cache.
 
     Args:
         device: "cpu", "cuda" or "cuda:N"; "auto": the GPU if there is one.
         fresh: measure again and replace what is cached.
+        links: on a CPU, those between processes as well; on GPUs they are there in any case.
 
     Raises:
         DataError: the cache folder cannot be written.
+        CapacityError: links are wanted and there is one GPU.
+        WorkerError: the links cannot be measured.
     """
-    cached = None if fresh else cached_ceilings(device)
-    if cached is not None:
+    cached = cached_ceilings(device)
+    links = links or (cached is not None and cached.links is not None)
+    if cached is not None and not fresh and (cached.links or not links):
         return cached
     kind = _kind(device)
-    found = measure_ceilings(device if kind == "cuda" and device != "auto" else kind)
+    found = cached
+    if found is None or fresh:
+        found = measure_ceilings(device if kind == "cuda" and device != "auto" else kind)
+    if links and found.links is None:
+        found = replace(found, links=measure_links(kind))
     _write(_path(kind), asdict(found))
     return found
 
@@ -206,8 +214,8 @@ def _read(path: Path) -> Ceilings | None:
     try:
         data = json.loads(path.read_text())
         links = data.pop("links")
-        return Ceilings(**data, links=LinkCeilings(**links) if links else None)
-    except (OSError, ValueError, TypeError, KeyError):
+        return Ceilings(**data, links=LinkCeilings.from_json(links) if links else None)
+    except (OSError, ValueError, TypeError, KeyError, AttributeError):
         return None  # absent, torn or of an older version: measured again
 
 

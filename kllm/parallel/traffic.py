@@ -54,7 +54,7 @@ class Exchange:
 
     def seconds(self, link: Link) -> float:
         """Time on the link, nothing hidden."""
-        return self.calls * link.seconds(self.sent_bytes / self.calls)
+        return self.calls * link.seconds(self.sent_bytes / self.calls, self.collective)
 
 
 def traffic(
