@@ -146,11 +146,6 @@ class InProcessExecutor:
         assert self._rank is not None
         return self._rank.groups
 
-    def peak_bytes(self) -> list[int]:
-        """`Rank.peak_bytes` of the one rank."""
-        assert self._rank is not None, "executor used after close"
-        return [self._rank.peak_bytes()]
-
     def close(self) -> None:
         """Drop the KV pool; what the caller does not hold of the network goes too."""
         if self._rank is not None:

@@ -12,9 +12,9 @@ from kllm.core import Outcome, Plan, Request
 from kllm.engine import torchrun
 from kllm.engine.executor import Sharing, merge, rearranged, sharing_of
 from kllm.engine.memory import KVBudget
-from kllm.engine.rank_pool import RankPool, launch
 from kllm.engine.rank import DeviceMemory
-from kllm.engine.rank_protocol import Allocate, Build, Measure, Release, Settle, Step
+from kllm.engine.rank_pool import RankPool, launch
+from kllm.engine.rank_protocol import Allocate, Build, Release, Settle, Step
 from kllm.engine.step import sampled_on, steps_of
 from kllm.errors import CapacityError
 from kllm.models.load import ResolvedModel
@@ -131,10 +131,6 @@ class MultiRankExecutor:
         same = requests == mirror.last and all(isinstance(item, str) for item in news)
         mirror.last = requests
         return None if same else news
-
-    def peak_bytes(self) -> list[int]:
-        """`Rank.peak_bytes` of every rank."""
-        return self._pool.call([Measure()] * self._layout.world)
 
     def close(self) -> None:
         """Free the ranks' memory; end their processes if they were started for this executor."""

@@ -163,18 +163,6 @@ class Rank:
         torch.cuda.reset_peak_memory_stats(self.device)
         return DeviceMemory(free_bytes(self.device), held, peak - held)
 
-    def peak_bytes(self) -> int:
-        """Most bytes that tensors took at a time since the last call.
-
-        On a CPU, where nobody counts them: weights and KV pool.
-        """
-        if self.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self.device)
-            torch.cuda.reset_peak_memory_stats(self.device)
-            return peak
-        held = sum(p.numel() * p.element_size() for p in self.model.parameters())
-        return held + (self._pool.nbytes() if self._pool else 0)
-
     def close(self) -> None:
         """Drop the KV pool and what was captured."""
         self._pool = self._graphs = None

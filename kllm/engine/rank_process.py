@@ -30,7 +30,6 @@ from kllm.engine.rank_protocol import (
     Allocate,
     Build,
     Failure,
-    Measure,
     Release,
     Settle,
     Step,
@@ -67,9 +66,6 @@ class RankServer:
                 return self._rank.settle()
             case Step():
                 return self._step(message)
-            case Measure():
-                assert self._rank is not None
-                return self._rank.peak_bytes()
             case Release():
                 self._release()
                 return True

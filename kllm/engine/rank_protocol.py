@@ -50,11 +50,6 @@ class Step:
 
 
 @dataclass(frozen=True, slots=True)
-class Measure:
-    """The answer is `Rank.peak_bytes`."""
-
-
-@dataclass(frozen=True, slots=True)
 class Release:
     """Forget the layout; the answer is True."""
 
