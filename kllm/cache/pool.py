@@ -11,6 +11,7 @@ TORCH_DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+FILLED_AT_ONCE = 1 << 16  # entries: bounds what packing them takes
 
 
 class KVPool:
@@ -105,6 +106,23 @@ class KVPool:
         if self.kv_dtype == "fp8":
             return kv_fp8.unpack(stored, entry, self.compute_dtype)
         return stored.to(self.compute_dtype)
+
+    @torch.inference_mode()
+    def fill_random(self, seed: int) -> None:
+        """Entries ~ N(0, 1) everywhere: for timing, where selections need scores that differ."""
+        generator = torch.Generator(next(iter(self._tensors.values())).device).manual_seed(seed)
+        for (name, _), tensor in self._tensors.items():
+            state = self._states[name]
+            entry = state.entry
+            if entry is None or self.kv_dtype != "fp8":
+                tensor.normal_(generator=generator)
+                continue
+            rows = tensor.view(-1, *tensor.shape[2:])
+            for part in rows.split(FILLED_AT_ONCE):
+                values = torch.empty(
+                    *part.shape[:-1], entry.width, dtype=self.compute_dtype, device=part.device
+                )
+                part.copy_(self.pack(name, values.normal_(generator=generator)))
 
     def nbytes(self) -> int:
         """Bytes held."""

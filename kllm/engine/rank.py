@@ -79,13 +79,17 @@ class Rank:
         self.model = model
         if device.type == "cpu":
             fit_threads(sum(p.numel() * p.element_size() for p in model.parameters()))
+        # What a full step needs besides weights and KV; 0 on a CPU.
+        self.activation_bytes = activation_bytes(
+            config, model, resolved.kv_dtype, self.dtype, device
+        )
         self.budget = plan_kv(
             config,
             model.cache_spec,
             kv_dtype=resolved.kv_dtype,
             model_len=resolved.config.max_position_embeddings,
             device=device,
-            activation_bytes=activation_bytes(config, model, resolved.kv_dtype, self.dtype, device),
+            activation_bytes=self.activation_bytes,
         )
         self.samples_here = self.place.pp == self.layout.pp - 1 and self.place.tp == 0
         self._sampler = Sampler(config.seed, device)
@@ -130,6 +134,12 @@ class Rank:
                 max_pages=-(-budget.max_model_len // budget.page_size),
                 expert_ranks=self.layout.ep,
             )
+
+    @property
+    def pool(self) -> KVPool:
+        """The KV memory; it must have been allocated."""
+        assert self._pool is not None, "rank used before it was given its KV pool"
+        return self._pool
 
     @torch.inference_mode()
     def run(self, micro: Sequence[MicroStep], requests: Sequence[Request]) -> RankOutcome:

@@ -1,7 +1,7 @@
 """A communicator whose peers are not there: the time of the transfers is, the foreign data is not.
 
 One device runs one rank's share of a larger layout. Each collective occupies the stated link for
-latency plus bytes over bandwidth and really writes its receive buffer, from local data: shapes,
+its time (`Link.seconds`) and really writes its receive buffer, from local data: shapes,
 memory and timing are those of the layout, values are not.
 
 * all_reduce gives back the rank's own partial sum;
@@ -10,14 +10,15 @@ memory and timing are those of the layout, values are not.
 * all_to_all and ring_shift receive local rows in place of foreign ones;
 * receive leaves what its buffer holds.
 
-Collectives of one communicator follow each other on its link, and run beside computation.
+Collectives of one communicator follow each other on its link, and run beside computation. How much
+of them computation does not hide can be watched: the time for which `wait` holds up the caller.
 """
 
 import time
 from collections import Counter
 from collections.abc import Callable
 from functools import cache
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -43,6 +44,12 @@ class Wire(Protocol):
         `buffers` stay alive until the handle has been waited for.
         """
 
+    def mark(self) -> Any:
+        """This moment: of the host, or of the current stream once it gets here."""
+
+    def between(self, begin: Any, end: Any) -> float:
+        """Seconds between two marks; the device must have passed both."""
+
 
 class EmulatedComm:
     """One rank of a group of which it is the only one present.
@@ -52,7 +59,9 @@ class EmulatedComm:
         size, rank: of the group, and which of its ranks this is.
         wire: how time passes; by default that of `device`.
 
-    `calls` counts collectives by name, `sent_bytes` and `busy_s` what they put on the link.
+    `calls` counts collectives by name, `sent_bytes` and `busy_s` what they put on the link. While
+    `watched`, the times of waiting for them are kept (`take_exposed_s`). All of these, and `link`,
+    may be set between steps.
     """
 
     def __init__(
@@ -71,7 +80,15 @@ class EmulatedComm:
         self.calls: Counter[str] = Counter()
         self.sent_bytes = 0.0
         self.busy_s = 0.0
+        self.watched = False
+        self._stalls: list[tuple[Any, Any]] = []
         self._wire = wire or (DeviceWire(device) if device.type == "cuda" else HostWire())
+
+    def take_exposed_s(self) -> float:
+        """Seconds of waiting since the last call; the device must have been synchronised."""
+        found = sum(self._wire.between(begin, end) for begin, end in self._stalls)
+        self._stalls.clear()
+        return found
 
     def all_reduce(self, x: Tensor) -> Handle:
         """`x` is left as it is: this rank's partial sum."""
@@ -122,11 +139,25 @@ class EmulatedComm:
     def _transfer(
         self, name: str, sent: float, fill: Callable[[], object], *buffers: Tensor
     ) -> Handle:
-        seconds = self.link.seconds(sent) if self.size > 1 else 0.0
+        seconds = self.link.seconds(sent, name) if self.size > 1 else 0.0
         self.calls[name] += 1
         self.sent_bytes += sent
         self.busy_s += seconds
-        return self._wire.transfer(seconds, fill, *buffers)
+        handle = self._wire.transfer(seconds, fill, *buffers)
+        return _WatchedHandle(handle, self._wire, self._stalls) if self.watched else handle
+
+
+class _WatchedHandle:
+    """Keeps the two moments between which `wait` holds up the caller."""
+
+    def __init__(self, handle: Handle, wire: Wire, stalls: list[tuple[Any, Any]]) -> None:
+        self._handle, self._wire, self._stalls = handle, wire, stalls
+
+    def wait(self) -> None:
+        """As the handle itself."""
+        begin = self._wire.mark()
+        self._handle.wait()
+        self._stalls.append((begin, self._wire.mark()))
 
 
 def _repeat_rows(out: Tensor, x: Tensor) -> None:
@@ -158,6 +189,14 @@ class HostWire:
         self._free_at = max(self._free_at, self._clock()) + seconds
         fill()
         return _HostHandle(self._free_at, self._clock, self._sleep)
+
+    def mark(self) -> float:
+        """Now."""
+        return self._clock()
+
+    def between(self, begin: float, end: float) -> float:
+        """Seconds from one mark to the other."""
+        return end - begin
 
 
 class _HostHandle:
@@ -209,6 +248,16 @@ class DeviceWire:
         return _DeviceHandle(
             self._device, (self._spins.record_event(), self._copies.record_event()), buffers
         )
+
+    def mark(self) -> torch.cuda.Event:
+        """An event of the current stream that keeps its time."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def between(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
+        """Seconds from one event to the other."""
+        return float(begin.elapsed_time(end)) / 1e3
 
 
 class _DeviceHandle:

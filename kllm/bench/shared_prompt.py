@@ -1,0 +1,201 @@
+"""One prompt on context-parallel ranks, a step at a time, wherever in the prompt one likes.
+
+The ranks are built once. `arrange` gives them KV memory for one kind of context parallelism and
+one length of prompt, full of random entries; a step there is a step of the engine, as the last of
+a prompt's steps would be after all those before it had run.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from kllm.bench.prompt_time import Cost, Place
+from kllm.bench.timing import timed
+from kllm.cache.spec import CacheSpec
+from kllm.config import EngineConfig
+from kllm.core import Outcome, Plan, Request, SamplingParams
+from kllm.engine.executor import InProcessExecutor, Sharing
+from kllm.engine.multi_rank import MultiRankExecutor
+from kllm.engine.rank import DeviceMemory
+from kllm.engine.rank_pool import RankPool
+from kllm.models.load import ResolvedModel
+from kllm.models.shape import model_shape
+from kllm.parallel.emulated import EmulatedComm
+from kllm.parallel.layout import check
+from kllm.parallel.link import Link
+from kllm.parallel.stripes import Stripes
+
+RING, ALL_GATHER = "ring", "all_gather"
+KINDS = (RING, ALL_GATHER)
+GREEDY = SamplingParams(temperature=0.0, max_tokens=1)
+
+
+class Ranks(Protocol):
+    """What is needed of an executor."""
+
+    sharing: Sharing
+
+    def execute(self, plans: Sequence[Plan | None]) -> list[Outcome | None]:
+        """See `kllm.engine.executor.Executor`."""
+
+    def arrange(self, pages: Sequence[int], *, ring: bool, tokens: int) -> None:
+        """See `InProcessExecutor`."""
+
+    def settle(self) -> list[DeviceMemory]:
+        """See `InProcessExecutor`."""
+
+    def close(self) -> None:
+        """See `kllm.engine.executor.Executor`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Need:
+    """KV bytes that one prompt takes while it is computed."""
+
+    typical: float  # on each rank but the owner
+    owner: float  # on the rank that decodes the request afterwards
+
+
+class SharedPrompt:
+    """A prompt's steps on the ranks of `config.parallel`.
+
+    Args:
+        config: of a layout with context parallelism; its token budget is the length of a step.
+        pool: processes for ranks that really run.
+
+    Raises:
+        ConfigError, CapacityError: the layout does not suit the model, or weights do not fit.
+    """
+
+    def __init__(
+        self, config: EngineConfig, resolved: ResolvedModel, pool: RankPool | None
+    ) -> None:
+        check(model_shape(resolved.family, resolved.config).dims, config.parallel)
+        self.chunk = config.scheduler.token_budget
+        self.spec: CacheSpec = resolved.family.cache_spec(resolved.config)
+        self.kv_dtype, self.device = resolved.kv_dtype, resolved.device
+        self._vocab_size: int = resolved.config.vocab_size
+        self._links: list[EmulatedComm] = []
+        self._cp: EmulatedComm | None = None
+        self.ranks: Ranks
+        if config.fidelity == "rank-slice":
+            self.ranks = sliced = InProcessExecutor(config, resolved)
+            found = sliced.groups
+            every = (found.attn, found.ffn, found.vocab, found.ep, found.cp, found.pp)
+            self._links = [comm for comm in every if isinstance(comm, EmulatedComm)]
+            assert isinstance(found.cp, EmulatedComm)
+            self._cp = found.cp
+            self._cp.watched = True
+        else:
+            self.ranks = MultiRankExecutor(config, resolved, pool)
+        stripes = self.ranks.sharing.stripes
+        assert stripes is not None, "the layout has no context parallelism"
+        self.stripes: Stripes = stripes
+        # Not the rank that a slice runs: most ranks are not the owner of a prompt.
+        self.owner = stripes.ranks - 1
+        self._tokens, self._kind = 0, ""
+        self._steps = 0
+
+    def pages(self, kind: str, tokens: int) -> list[int]:
+        """Pages that a prompt takes on each context-parallel rank."""
+        page = self.ranks.sharing.budget.page_size
+        held = [tokens] * self.stripes.ranks
+        if kind == RING:
+            held = [self.stripes.count(rank, tokens) for rank in range(self.stripes.ranks)]
+            held[self.owner] = tokens
+        return [max(1, -(-count // page)) for count in held]
+
+    def need(self, kind: str, tokens: int) -> Need:
+        """KV bytes that a prompt takes."""
+        page = self.ranks.sharing.budget.page_size * self.spec.bytes_per_token(self.kv_dtype)
+        state = self.spec.bytes_per_request(self.kv_dtype)
+        counts = self.pages(kind, tokens)
+        return Need(max(counts[: self.owner]) * page + state, counts[self.owner] * page + state)
+
+    def arrange(self, kind: str, tokens: int) -> None:
+        """Give the ranks memory for prompts of up to `tokens` tokens."""
+        self._kind, self._tokens = kind, tokens
+        self.ranks.arrange(self.pages(kind, tokens), ring=kind == RING, tokens=tokens)
+
+    def run(self, place: Place, link: Link | None = None) -> Cost:
+        """Run one step and measure it.
+
+        Args:
+            link: that the transfers of a slice take; None: real ones.
+        """
+        for comm in self._links:
+            comm.link = link or comm.link
+        plans = [self._plan(place)]
+        self.ranks.settle()
+        before = self._cp.busy_s if self._cp else 0.0
+        memory: list[DeviceMemory] = []
+
+        def step() -> None:
+            self.ranks.execute(plans)
+            memory.extend(self.ranks.settle())
+
+        seconds = timed(step, "cpu")  # the host's clock: `settle` ends with the last device
+        passing = max(found.passing for found in memory)
+        if not self.device.startswith("cuda"):
+            passing = buffer_bytes(self.spec, self.stripes, self._kind, place, self.kv_dtype)
+        return Cost(
+            seconds=seconds,
+            exposed_s=self._cp.take_exposed_s() if self._cp else 0.0,
+            transfer_s=self._cp.busy_s - before if self._cp else 0.0,
+            passing_bytes=passing,
+        )
+
+    def free_bytes(self) -> int:
+        """Memory that new tensors can take on the rank that has least, pools not counted."""
+        return min(found.free for found in self.ranks.settle())
+
+    def close(self) -> None:
+        """Give memory and processes back."""
+        self.ranks.close()
+
+    def _plan(self, place: Place) -> Plan:
+        self._steps += 1
+        length = place.end - place.start
+        counts = self.pages(self._kind, self._tokens)
+        tables = np.zeros((self.stripes.ranks, 1, max(counts)), np.int32)
+        for rank, count in enumerate(counts):
+            tables[rank, 0, :count] = np.arange(count)
+        rng = np.random.default_rng(self._steps)
+        request = Request(id=f"prompt-{self._steps}", prompt_ids=(), params=GREEDY)
+        return Plan(
+            step=self._steps,
+            num_decodes=0,
+            rows=np.zeros(1, np.int32),
+            query_lens=np.array([length], np.int32),
+            context_lens=np.array([place.end], np.int32),
+            token_ids=rng.integers(0, self._vocab_size, length),
+            positions=np.arange(place.start, place.end),
+            block_tables=tables[self.owner],
+            samples=np.array([place.last]),
+            requests=(request,),
+            owners=np.array([self.owner], np.int32),
+            shard_tables=tables,
+        )
+
+
+def buffer_bytes(
+    spec: CacheSpec, stripes: Stripes, kind: str, place: Place, kv_dtype: str
+) -> float:
+    """Bytes of what is sent and received in a step, of the state that has most; computed.
+
+    A ring has two blocks, each as long as the longest shard. Gathering has what a rank sends, what
+    it receives, and that in order.
+    """
+    sizes: Mapping[str, float] = {
+        state.name: state.heads * state.entry.nbytes(kv_dtype) / state.tokens_per_entry
+        for state in spec.paged
+    }
+    ranks = range(stripes.ranks)
+    if kind == RING:
+        tokens = 2 * max(stripes.count(rank, place.end) for rank in ranks)
+    else:
+        own = [stripes.count(rank, place.end) - stripes.count(rank, place.start) for rank in ranks]
+        tokens = (1 + stripes.ranks) * max(own) + sum(own)
+    return tokens * max(sizes.values())
