@@ -89,6 +89,18 @@ CLAIMS: tuple[Claim, ...] = (
 )  # fmt: skip
 
 
+def claim_of(claim_id: str) -> Claim:
+    """The claim of that id, which must exist."""
+    return next(claim for claim in CLAIMS if claim.id == claim_id)
+
+
+def status_of(claim: Claim, measured: float) -> Status:
+    """Whether a measured value reaches the published one."""
+    stronger = 1 if claim.higher_is_stronger else -1
+    reached = stronger * (measured - claim.published) >= 0
+    return "reproduced" if reached else "not reproduced"
+
+
 def side_by_side(results: Sequence[RunResult]) -> list[ClaimRow]:
     """Every claim of the benches among `results`, measured or not.
 
@@ -111,14 +123,14 @@ def _row(claim: Claim, result: RunResult | None) -> ClaimRow:
     metric = result.metrics[claim.metric] if result else None
     if result is None or metric is None or metric.median is None:
         return ClaimRow(claim=claim, status="not measured")
-    stronger = 1 if claim.higher_is_stronger else -1
-    reached = stronger * (metric.median - claim.published) >= 0
     workload = ", ".join(f"{key} {value}" for key, value in result.workload.items())
     gpus = ", ".join(g.name for g in result.fingerprint.gpus) or result.fingerprint.cpu or ""
+    if result.fidelity == "modelled":
+        gpus = ""  # it was computed for the devices that the workload names
     conditions = "; ".join(x for x in (f"{result.model} ({result.scale})", workload, gpus) if x)
     return ClaimRow(
         claim=claim,
-        status="reproduced" if reached else "not reproduced",
+        status=status_of(claim, metric.median),
         measured=metric,
         fidelity=result.fidelity,
         conditions=conditions,

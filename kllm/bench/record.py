@@ -125,6 +125,7 @@ class Record:
         )
         self.clocks = Clocks()
         self.notes: list[str] = []
+        self.claims: list[str] = []  # ids in kllm.results.claims
         self.verdict: str | None = None
         self.boundary: str | None = None
         self.interrupted = False
@@ -204,6 +205,7 @@ class Record:
                 Series.of(name, rows, self._units[name]) for name, rows in self.rows.items()
             ),
             notes=tuple(notes),
+            claims=tuple(self.claims),
             verdict=self.verdict,
             boundary=self.boundary,
             extra={"interrupted": True} if self.interrupted else {},
