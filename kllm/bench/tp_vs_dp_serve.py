@@ -1,0 +1,249 @@
+"""Serves the same loads with attention cut by heads and by requests, experts spread in both."""
+
+import gc
+import math
+import statistics
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Literal
+
+import torch
+
+from kllm.bench.base import Context
+from kllm.bench.record import Record
+from kllm.bench.serve_loop import Progress, WorkloadRun, run_workload
+from kllm.bench.timing import Failed, attempt
+from kllm.bench.tp_vs_dp_loads import Placement, Share, shares, warm_load
+from kllm.bench.workloads import Workload
+from kllm.config import EngineConfig, ParallelConfig
+from kllm.engine.engine import Engine
+from kllm.engine.memory import KVBudget
+from kllm.errors import CapacityError
+from kllm.models.base import CausalLM
+
+Side = Literal["tp", "dp"]
+SIDES: tuple[Side, Side] = ("tp", "dp")
+UNITS = {"ttft_ms": "ms", "tpot_ms": "ms", "output_tokens_per_s": "tokens/s"}
+
+
+def layout_of(side: Side, world: int) -> ParallelConfig:
+    """Attention over `world` ranks, by heads or by requests; whole experts spread over all."""
+    if side == "tp":
+        return ParallelConfig(tp=world, ep=world)
+    return ParallelConfig(dp=world, ep=world)
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One load, and how request-DP places it."""
+
+    key: str  # in names of metrics
+    load: Workload
+    placement: Placement = "tokens"
+    sides: tuple[Side, ...] = SIDES
+    isl: int = 0  # of a point of the sweep
+    in_flight: int = 0  # 0: not of the sweep
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """A load on a whole deployment."""
+
+    ttft_s: float  # mean over the requests
+    tpot_s: float
+    output_tokens_per_s: float
+
+    @classmethod
+    def of(cls, parts: Sequence[tuple[Share, WorkloadRun]], load: Workload) -> "Served":
+        """From runs that stand for parts of the load; the slowest decides how long it takes."""
+        total = sum(share.weight for share, _ in parts)
+
+        def mean(name: str) -> float:
+            return sum(share.weight * run.mean(name) for share, run in parts) / total
+
+        return cls(
+            ttft_s=mean("ttft_s"),
+            tpot_s=mean("tpot_s"),
+            output_tokens_per_s=sum(row.osl for row in load.shapes())
+            / max(run.duration_s for _, run in parts),
+        )
+
+    def values(self) -> dict[str, float]:
+        """As they are recorded: the names of UNITS."""
+        return {
+            "ttft_ms": self.ttft_s * 1e3,
+            "tpot_ms": self.tpot_s * 1e3,
+            "output_tokens_per_s": self.output_tokens_per_s,
+        }
+
+
+@dataclass(slots=True)
+class Found:
+    """What has been measured so far."""
+
+    served: dict[tuple[Side, str], list[Served]] = field(default_factory=dict)
+    failed: dict[str, str] = field(default_factory=dict)  # key of a point: why it has no numbers
+    seconds: dict[tuple[Side, str], float] = field(default_factory=dict)
+    budgets: dict[Side, KVBudget] = field(default_factory=dict)
+
+    def medians(self, side: Side, key: str) -> dict[str, float] | None:
+        """Of the repeats of a point."""
+        values = [served.values() for served in self.served.get((side, key), ())]
+        if not values:
+            return None
+        return {name: statistics.median(v[name] for v in values) for name in UNITS}
+
+    def both(self, key: str) -> bool:
+        """Whether a point ran on both layouts."""
+        return key not in self.failed and all((side, key) in self.served for side in SIDES)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Runner:
+    """Runs points on layouts of `world` ranks.
+
+    Args:
+        step_tokens: of the deployment; under request-DP each rank has its part of them.
+        limit_s: for the sweep of one layout; heavier loads are left out. 0: none.
+    """
+
+    ctx: Context
+    record: Record
+    found: Found
+    points: Sequence[Point]
+    world: int
+    step_tokens: int
+    limit_s: float
+
+    @property
+    def sliced(self) -> bool:
+        """Whether one rank stands for all."""
+        return self.ctx.config.fidelity == "rank-slice"
+
+    def run(self, models: dict[Side, CausalLM | None]) -> None:
+        """Run every point on the layouts that are named, in turns.
+
+        Args:
+            models: the network of a slice that is loaded already; taken out, so that it can be
+                freed at the end.
+
+        Raises:
+            CapacityError: when a layout does not fit the device.
+        """
+        total = len(self.points)
+        with ExitStack() as stack:
+            engines: dict[Side, Engine] = {}
+            for side in list(models):
+                self.ctx.progress(f"start {side}", 0, total)
+                engines[side] = stack.enter_context(self._engine(side, models.pop(side)))
+                self.found.budgets[side] = engines[side].budget
+                self._warm_up(engines[side], side)
+            start = time.monotonic()
+            for done, point in enumerate(self.points):
+                self._point(engines, point, done, time.monotonic() - start)
+
+    @contextmanager
+    def _engine(self, side: Side, model: CausalLM | None) -> Iterator[Engine]:
+        config = self._config(side)
+        engine = Engine(config, model=model)
+        del model
+        try:
+            yield engine
+        finally:
+            engine.close()
+            gc.collect()  # a network has cycles, and the next one needs its memory
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+
+    def _config(self, side: Side) -> EngineConfig:
+        ranks = self.world if side == "dp" else 1
+        most = max(point.load.num_requests for point in self.points)
+        # Placement by tokens may give one rank more requests than its part.
+        batch = min(most, 2 * math.ceil(most / ranks))
+        config = self.ctx.config
+        return replace(
+            config,
+            parallel=layout_of(side, self.world),
+            max_model_len=max(point.load.max_tokens for point in self.points),
+            scheduler=replace(
+                config.scheduler,
+                max_batch=batch,
+                token_budget=max(batch, self.step_tokens // ranks),
+            ),
+        )
+
+    def _warm_up(self, engine: Engine, side: Side) -> None:
+        most = max(point.load.num_requests for point in self.points)
+        count = math.ceil(most / self.world) if self.sliced and side == "dp" else most
+        for isl in sorted({point.isl for point in self.points if point.isl}):
+            self.ctx.progress(f"warm up {side}, ISL {isl}", 0, len(self.points))
+            budget = engine.config.scheduler.token_budget
+            watch = partial(self._watch, f"warm up {side}, ISL {isl}", 0)
+            run = run_workload(engine, warm_load(count, isl, budget), observer=watch)
+            if run.failure:
+                raise CapacityError(f"the loads do not fit the device: {run.failure}")
+
+    def _watch(self, what: str, done: int, seen: Progress) -> None:
+        finished = f"{seen.sample.finished} of {seen.num_requests} requests"
+        self.ctx.progress(f"{what}, {finished}", done, len(self.points))
+
+    def _point(
+        self, engines: Mapping[Side, Engine], point: Point, done: int, spent_s: float
+    ) -> None:
+        sides = [side for side in point.sides if side in engines]
+        if not sides or point.key in self.found.failed:
+            return
+        if reason := self._too_long(sides, point, spent_s):
+            self.found.failed[point.key] = reason
+            return
+        for repeat in range(self.ctx.repeats):
+            for side in sides if repeat % 2 == 0 else sides[::-1]:
+                what = f"{side} {point.load.name}"
+                self.ctx.progress(what, done, len(self.points))
+                begin = time.monotonic()
+                watch = partial(self._watch, what, done)
+                served = attempt(partial(self._serve, engines[side], side, point, watch))
+                if isinstance(served, Failed):
+                    self.found.failed[point.key] = f"{side}: {served.reason}"
+                    return
+                self.found.seconds[side, point.key] = time.monotonic() - begin
+                self._add(side, point, served)
+
+    def _too_long(self, sides: Sequence[Side], point: Point, spent_s: float) -> str:
+        """Why a load of the sweep is left out, judged by the next lighter one of its prompts."""
+        limit = self.limit_s * len(sides)
+        lighter = [p for p in self.points if p.isl == point.isl and p.in_flight < point.in_flight]
+        if not limit or not lighter:
+            return ""
+        last = lighter[-1]
+        seconds = sum(self.found.seconds.get((side, last.key), 0.0) for side in sides)
+        more = self.ctx.repeats * seconds * point.in_flight / last.in_flight
+        if spent_s + more <= limit:
+            return ""
+        return f"{more:.0f} s more would pass the limit of {limit:g} s; raise --limit for it"
+
+    def _serve(self, engine: Engine, side: Side, point: Point, watch: "partial[None]") -> Served:
+        load = point.load
+        parts = [Share(load, load.num_requests)]
+        if self.sliced and side == "dp":
+            parts = shares(load, self.world, point.placement)
+        runs = []
+        for part in parts:
+            run = run_workload(engine, part.load, observer=watch)
+            if run.failure:
+                raise CapacityError(run.failure)
+            runs.append((part, run))
+        return Served.of(runs, load)
+
+    def _add(self, side: Side, point: Point, served: Served) -> None:
+        self.found.served.setdefault((side, point.key), []).append(served)
+        for name, value in served.values().items():
+            self.record.add(
+                f"{name}.{side}.{point.key}",
+                value,
+                unit=UNITS[name],
+                direction="higher" if name.endswith("_per_s") else "lower",
+            )
