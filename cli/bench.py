@@ -28,11 +28,18 @@ if TYPE_CHECKING:
     from kllm.results.schema import RunResult, Series
 
 INTERRUPTED = 130
+LINE_S = 4.0  # between two lines of progress in a pipe
 DETAILS = ("requests", "pairs")  # series that are stored and not printed
 # Ends of intervals, and what a table of a load is too narrow for; all are in the result file.
 NOT_SHOWN = (
     *("_lo", "_hi", "_p90_ms", "_mean_ms", "e2e_p50_ms", "e2e_p99_ms"),
     *("isl", "osl", "concurrency", "rate_per_s", "total_tokens_per_s"),
+)
+
+TEXTS = (  # columns of words
+    *("state", "reason", "load", "layout", "quantity", "estimate", "against", "what", "way"),
+    *("backend", "fidelity", "model", "attention", "link", "kind", "entries", "auto", "claim"),
+    "status",
 )
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure the engine on this machine.")
@@ -262,6 +269,134 @@ def compare_power(
     _run(bench, shared)
 
 
+@bench_app.command("fidelity")
+def fidelity(
+    model: Model = "deepseek-v4",
+    world: Annotated[int, typer.Option(min=2, help="Ranks of the layouts.")] = 2,
+    layout: Annotated[
+        str, typer.Option(help="One layout as tp=2 or dp=2,ep=2; empty: one of each kind.")
+    ] = "",
+    scale: Annotated[
+        str, typer.Option(help="Model scale; auto: whole weights fit a GPU twice, tiny on a CPU.")
+    ] = "auto",
+    isl: Annotated[int, typer.Option(min=0, help="Prompt tokens; 0: by machine.")] = 0,
+    osl: Annotated[int, typer.Option(min=0, help="Output tokens; 0: by machine.")] = 0,
+    requests: Annotated[int, typer.Option(min=0, help="Requests at once; 0: by machine.")] = 0,
+    token_budget: Annotated[
+        int, typer.Option(min=0, help="Tokens a step may hold; 0: by machine.")
+    ] = 0,
+    limit_s: Annotated[
+        float, typer.Option(min=0, help="Seconds after which no layout is begun; 0: no limit.")
+    ] = 240.0,
+    link: LinkName = "nvlink4",
+    load: Load = "auto",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    kv_dtype: KvDtype = "auto",
+    repeats: Repeats = 3,
+    seed: Seed = 0,
+    output: Output = DEFAULT_OUTPUT,
+    as_json: AsJson = False,
+) -> None:
+    """Compare a rank-slice with all ranks on the same link, or the cost model with a slice."""
+    from dataclasses import replace
+
+    from kllm.bench.base import BENCHES
+    from kllm.bench.fidelity import default_load, pairs_for, scale_for_both
+    from kllm.models.load import resolve
+    from kllm.parallel.layout import parse
+
+    shared = _options({**locals(), "layout": "", "token_budget": token_budget or 1})
+    shared = replace(shared, scale=scale_for_both(shared.config()))
+    small = _small(shared.config())
+    sizes, budget = default_load(small)
+    given = {"isl": isl, "osl": osl, "requests": requests}
+    sizes = replace(sizes, **{name: value for name, value in given.items() if value})
+    shared = replace(shared, token_budget=token_budget or budget)
+    layouts = (parse(layout),) if layout else ()
+    world = layouts[0].world if layouts else world
+    bench = BENCHES["fidelity"].load()(
+        world=world,
+        layouts=layouts,
+        pairs=pairs_for(resolve(shared.config()).device, world),
+        load=sizes,
+        limit_s=limit_s,
+    )
+    _run(bench, shared)
+
+
+@bench_app.command("ring-vs-allgather")
+def ring_vs_allgather(
+    model: Annotated[str, typer.Option(help="Models, as in glm-5.2,llama-3-8b.")] = "glm-5.2",
+    attention: Annotated[
+        str,
+        typer.Option(help="model, or dense: without its indexer; or both, as in model,dense."),
+    ] = "model",
+    isl: Annotated[
+        str, typer.Option(help="Prompt tokens, as in 32K,128K,1M; default: by machine.")
+    ] = "",
+    cp: Annotated[
+        str, typer.Option(help="Context-parallel ranks, as in 2,8; default: by machine.")
+    ] = "",
+    link: Annotated[
+        str, typer.Option(help="Links of rank-slices, by name or as SECONDS:BYTES/S.")
+    ] = "nvlink4,nvlink5,pcie5,ib400",
+    chunk: Annotated[int, typer.Option(min=0, help="Tokens of a step; 0: by machine.")] = 0,
+    fidelity: Annotated[
+        str, typer.Option(help="real, rank-slice, or auto: real where there is a device a rank.")
+    ] = "auto",
+    scale: Annotated[
+        str, typer.Option(help="full, layers:N or tiny; auto: full if it fits, else layers:4.")
+    ] = "auto",
+    load: Load = "auto",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    kv_dtype: KvDtype = "auto",
+    repeats: Repeats = 3,
+    seed: Seed = 0,
+    output: Output = DEFAULT_OUTPUT,
+    as_json: AsJson = False,
+) -> None:
+    """Sweep prompt length and link: prefill as a ring of ranks against all-gather."""
+    from kllm.bench.base import BENCHES, is_small
+    from kllm.bench.ring_setup import choose
+    from kllm.models.devices import choose_device
+
+    small = is_small(scale, str(choose_device(device)))
+    models = _names(model)
+    ranks = _integers("--cp", cp or ("2" if small else "8"))
+    bench = BENCHES["ring-vs-allgather"].load()(
+        models=models,
+        attentions=_names(attention),
+        isls=_lengths("--isl", isl or ("512,2K" if small else "32K,128K,512K,1M")),
+        cps=ranks,
+        links=_names(link),
+        chunk=chunk or (256 if small else 8192),
+    )
+    named = {**locals(), "model": models[0], "link": bench.links[0], "token_budget": bench.chunk}
+    named["fidelity"] = "real"
+    shared = _options(named)
+    _run(bench, shared, choose(shared.config(), fidelity, max(ranks)))
+
+
+def _names(text: str) -> tuple[str, ...]:
+    return tuple(part.strip() for part in text.split(",") if part.strip())
+
+
+def _lengths(option: str, text: str) -> tuple[int, ...]:
+    """Numbers of tokens, of which K and M are powers of 1024."""
+    from kllm.errors import ConfigError
+
+    units = {"K": 1 << 10, "M": 1 << 20}
+    try:
+        return tuple(
+            int(part[:-1]) * units[part[-1]] if part[-1] in units else int(part)
+            for part in _names(text.upper())
+        )
+    except ValueError:
+        raise ConfigError(f"{option} takes tokens as in 512,32K,1M, got '{text}'") from None
+
+
 def _options(given: dict[str, Any]) -> _Options:
     return _Options(**{name: given[name] for name in _Options.__slots__ if name in given})
 
@@ -289,7 +424,7 @@ def _integers(option: str, text: str) -> tuple[int, ...]:
         raise ConfigError(f"{option} takes whole numbers as in 1,4,16, got '{text}'") from None
 
 
-def _run(bench: "Bench", shared: _Options) -> None:
+def _run(bench: "Bench", shared: _Options, config: "EngineConfig | None" = None) -> None:
     import sys
 
     from kllm.bench.base import Context
@@ -298,7 +433,10 @@ def _run(bench: "Bench", shared: _Options) -> None:
 
     with _progress(bench.name) as hook:
         context = Context(
-            config=shared.config(), repeats=shared.repeats, seed=shared.seed, progress=hook
+            config=config or shared.config(),
+            repeats=shared.repeats,
+            seed=shared.seed,
+            progress=hook,
         )
         command = ("kllm", *sys.argv[1:])
         try:
@@ -317,17 +455,46 @@ def _run(bench: "Bench", shared: _Options) -> None:
 
 @contextmanager
 def _progress(title: str) -> Iterator["ProgressHook"]:
-    """A bar on a terminal, silent in a pipe."""
+    """A bar on a terminal; in a pipe a line every few seconds."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
+    if not err.is_terminal:
+        with _lines(title) as hook:
+            yield hook
+        return
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=err, transient=True, disable=not err.is_terminal) as bar:
+    with Progress(*columns, console=err, transient=True) as bar:
         task = bar.add_task(title, total=None)
 
         def hook(what: str, done: int, total: int) -> None:
             bar.update(task, description=f"{title}: {what}", completed=done, total=total)
 
         yield hook
+
+
+@contextmanager
+def _lines(title: str) -> Iterator["ProgressHook"]:
+    """A line on stderr every LINE_S seconds, whether or not there is news."""
+    import threading
+    import time
+
+    latest, over, begin = ["starting"], threading.Event(), time.monotonic()
+
+    def hook(what: str, done: int, total: int) -> None:
+        latest[0] = f"{what}, {done} of {total}"
+
+    def speak() -> None:
+        while not over.wait(LINE_S):
+            line = f"{title}: {latest[0]}, {time.monotonic() - begin:.0f} s"
+            err.print(line, markup=False, highlight=False, soft_wrap=True)
+
+    speaker = threading.Thread(target=speak, daemon=True)
+    speaker.start()
+    try:
+        yield hook
+    finally:
+        over.set()
+        speaker.join()
 
 
 def _print(result: "RunResult") -> None:
@@ -351,7 +518,7 @@ def _table(series: "Series") -> Any:
     kept = [series.columns.index(column) for column in columns]
     table = Table()
     for column in columns:
-        numeric = column.name not in ("state", "reason", "load")
+        numeric = column.name not in TEXTS
         table.add_column(
             _heading(column.name), justify="right" if numeric else "left", overflow="fold"
         )

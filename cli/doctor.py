@@ -9,11 +9,16 @@ from kllm.cli.options import AsJson
 
 if TYPE_CHECKING:
     from kllm.hardware import Ceilings, Machine
+    from kllm.hardware.links import LinkCeilings
 
 
 def doctor(
     fresh: Annotated[
         bool, typer.Option("--fresh", help="Measure the ceilings again, ignoring cached ones.")
+    ] = False,
+    links: Annotated[
+        bool,
+        typer.Option("--links", help="On a CPU, measure the link between its processes as well."),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -25,7 +30,7 @@ def doctor(
 
     machine = hardware.detect()
     with err.status("measuring ceilings (once for each machine)"):
-        found = hardware.ceilings(fresh=fresh)
+        found = hardware.ceilings(fresh=fresh, links=links)
     if as_json:
         document = {
             "machine": asdict(machine),
@@ -37,6 +42,8 @@ def doctor(
         return
     for table in (_hardware(machine), _libraries(machine), _ceilings(found)):
         out.print(table)
+    if found.links:
+        out.print(_links(found.links))
     for sentence in advice(machine):
         out.print(sentence, highlight=False)
 
@@ -104,10 +111,20 @@ def _ceilings(found: "Ceilings") -> Any:
     for dtype, rate in found.matmul_flops_per_s.items():
         table.add_row(f"matmul {dtype}", f"{rate / 1e12:,.3f} TFLOP/s")
     table.add_row("one small operation", f"{found.launch_s * 1e6:.1f} us")
-    if found.links:
-        links = found.links
-        table.add_row(f"link, {links.ranks} GPUs", f"{links.bytes_per_s / 1e9:,.1f} GB/s a way")
-        table.add_row("link, smallest transfer", f"{links.latency_s * 1e6:.1f} us")
-        gather = links.sizes[-1] * (links.ranks - 1) / links.all_gather_s[-1]
-        table.add_row("all-gather, received a rank", f"{gather / 1e9:,.1f} GB/s")
+    return table
+
+
+def _links(links: "LinkCeilings") -> Any:
+    """Times of each collective by the bytes that a rank sends."""
+    from rich.table import Table
+
+    names = list(links.curves)
+    table = Table(f"sent by each of {links.ranks} ranks", title=f"link, {links.backend}")
+    for name in names:
+        table.add_column(name.replace("_", "-"), justify="right")
+    for points in zip(*links.curves.values(), strict=True):
+        size = f"{points[0][0] / 1024:,.0f} KiB"
+        table.add_row(size, *(f"{seconds * 1e6:,.1f} us" for _, seconds in points))
+    rates = (f"{links.largest(name) / 1e9:,.1f} GB/s" for name in names)
+    table.add_row("at the largest", *rates)
     return table

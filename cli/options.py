@@ -22,6 +22,8 @@ Fidelity = Annotated[
 ]
 LinkName = Annotated[
     str,
-    typer.Option("--link", help="Link of a rank-slice: nvlink4, pcie5, ... or SECONDS:BYTES/S."),
+    typer.Option(
+        "--link", help="Link of a rank-slice: nvlink4, pcie5, ..., measured, or SECONDS:BYTES/S."
+    ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]

@@ -115,10 +115,22 @@ def _vs_transformers() -> Callable[..., Bench]:
     return TransformersBench
 
 
+def _ring_vs_allgather() -> Callable[..., Bench]:
+    from kllm.bench.ring_vs_allgather import RingVsAllGatherBench
+
+    return RingVsAllGatherBench
+
+
 def _compare_power() -> Callable[..., Bench]:
     from kllm.bench.compare_power import ComparePowerBench
 
     return ComparePowerBench
+
+
+def _fidelity() -> Callable[..., Bench]:
+    from kllm.bench.fidelity import FidelityBench
+
+    return FidelityBench
 
 
 BENCHES: Registry[Entry] = Registry(
@@ -131,6 +143,16 @@ BENCHES: Registry[Entry] = Registry(
         "overhead": Entry("time of a step that is not the model", "running requests", _overhead),
         "vs-transformers": Entry(
             "decode speed against transformers' generate, interleaved", "batch", _vs_transformers
+        ),
+        "fidelity": Entry(
+            "a rank-slice against all ranks, the cost model against a rank-slice",
+            "layout",
+            _fidelity,
+        ),
+        "ring-vs-allgather": Entry(
+            "prefill of a prompt that ranks share: a ring against all-gather",
+            "prompt length, link",
+            _ring_vs_allgather,
         ),
         "compare-power": Entry(
             "false alarms and detections of `kllm compare` on this machine",

@@ -51,7 +51,8 @@ def subject_of(bench: Bench, config: EngineConfig, command: Sequence[str]) -> Su
         model=resolved.name,
         scale=resolved.scale,
         dtype=resolved.dtype,
-        fidelity=config.fidelity,
+        # A bench that compares fidelities has several, and says which is the weakest.
+        fidelity=getattr(bench, "fidelity", config.fidelity),
         command=tuple(command),
         layout=layout,
         workload=bench.workload(),

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from kllm.errors import ConfigError
 from kllm.registry import Registry
 
-
 MEASURED = "measured"  # the link that was measured on this machine
 # Point-to-point calls take the time of a shift along a ring of which they are one hop.
 MEASURED_AS = {"send": "ring_shift", "receive": "ring_shift"}

@@ -1,0 +1,450 @@
+"""`kllm bench fidelity`: how far a rank-slice is from all ranks, and the model from a rank-slice.
+
+For each layout the same engine, model and requests run on all ranks (`real`) and as one rank over
+the link that was measured on this machine (`rank-slice`), taking turns where the memory holds
+both. Without a second device the slice is compared with the cost model (`modelled`).
+"""
+
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+
+from kllm.bench.base import Context
+from kllm.bench.fidelity_model import LayoutModel
+from kllm.bench.fidelity_sides import MEMORY, UNITS, FidelityLoad, Ranks, Side
+from kllm.bench.fidelity_transfer import measure_transfers, missing_libraries
+from kllm.bench.record import Record
+from kllm.bench.timing import interleave
+from kllm.config import EngineConfig, ParallelConfig
+from kllm.errors import CapacityError, ConfigError, KllmError
+from kllm.hardware import Ceilings, ceilings
+from kllm.models.devices import free_bytes
+from kllm.models.load import ResolvedModel, largest_scale, rank_bytes, resolve
+from kllm.parallel import expert_deep_ep
+from kllm.parallel.layout import short_name
+from kllm.parallel.link import MEASURED, parse_link
+from kllm.parallel.single import SingleComm
+from kllm.results.schema import Fidelity
+
+TIME_LIMIT, MEMORY_LIMIT = 10.0, 3.0  # percent that an estimate may be off
+WORKING_BYTES = 6 << 30  # of KV, activations and libraries beside the weights of one side
+SHARE_OF_BOTH = 0.9  # of a device, when both sides lie on it
+# What a layout may fail with, here or on its ranks; the others go on.
+FAILURES = (KllmError, RuntimeError, MemoryError, AssertionError)
+EXPERT_BACKENDS = ("deep_ep", "all_to_all", "all_gather")
+
+Values = Mapping[str, Sequence[float]]  # repeats by the names of UNITS
+Pair = tuple[Fidelity, Fidelity]  # the estimate, and what it is held against
+SLICE_OF_REAL: Pair = ("rank-slice", "real")
+MODEL_OF_SLICE: Pair = ("modelled", "rank-slice")
+
+
+def layouts_of(world: int) -> tuple[ParallelConfig, ...]:
+    """Each kind of parallelism over all ranks."""
+    return (
+        ParallelConfig(tp=world),
+        ParallelConfig(dp=world, ep=world),
+        ParallelConfig(cp=world, cp_kind="ring"),
+        ParallelConfig(cp=world, cp_kind="all_gather"),
+        ParallelConfig(pp=world),
+    )
+
+
+def pairs_for(device: str, world: int) -> tuple[Pair, ...]:
+    """What can be compared on this machine."""
+    if not device.startswith("cuda"):
+        return (SLICE_OF_REAL, MODEL_OF_SLICE)
+    return (SLICE_OF_REAL,) if torch.cuda.device_count() >= world else (MODEL_OF_SLICE,)
+
+
+def default_load(small: bool) -> tuple[FidelityLoad, int]:
+    """Requests and the tokens of a step: seconds for a run, prompts of several chunks."""
+    if small:
+        return FidelityLoad(isl=64, osl=16, requests=4), 64
+    return FidelityLoad(isl=8192, osl=32, requests=8), 4096
+
+
+def scale_for_both(config: EngineConfig) -> str:
+    """The largest scale whose whole weights fit a device twice, for `auto` on a GPU."""
+    resolved = resolve(config)
+    device = torch.device(resolved.device)
+    if config.scale != "auto" or resolved.weights is not None:
+        return config.scale
+    if device.type == "cpu":
+        return "tiny"
+    full = resolve(replace(config, scale="full"))
+    budget = SHARE_OF_BOTH * free_bytes(device) / 2 - WORKING_BYTES
+    return largest_scale(full.family, full.config, ParallelConfig(), full.dtype, budget)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FidelityBench:
+    """Layouts of `world` ranks, one after the other."""
+
+    world: int = 2
+    layouts: Sequence[ParallelConfig] = ()  # empty: one of each kind
+    pairs: Sequence[Pair] = (SLICE_OF_REAL,)
+    load: FidelityLoad = FidelityLoad(isl=8192, osl=32, requests=8)
+    limit_s: float = 0.0  # begin nothing further after this; 0: no limit
+
+    def __post_init__(self) -> None:
+        if self.world < 2:
+            raise ConfigError(f"fidelity compares layouts of 2 ranks or more, got {self.world}")
+        if not self.pairs:
+            raise ConfigError("fidelity needs a pair of fidelities to compare")
+        if self.load.osl < 2 or self.load.isl < 1 or self.load.requests < 1:
+            raise ConfigError(
+                "fidelity needs requests of at least 1 prompt and 2 output tokens, got "
+                f"{self.load.requests} of {self.load.isl}:{self.load.osl}"
+            )
+
+    @property
+    def name(self) -> str:
+        """As it is called on the command line."""
+        return "fidelity"
+
+    @property
+    def fidelity(self) -> Fidelity:
+        """The weakest of the fidelities in the result; metrics and rows name their own."""
+        return "modelled" if MODEL_OF_SLICE in self.pairs else "rank-slice"
+
+    def workload(self) -> Mapping[str, Any]:
+        """Options that two comparable runs share."""
+        return {
+            "world": self.world,
+            "isl": self.load.isl,
+            "osl": self.load.osl,
+            "requests": self.load.requests,
+            "layouts": [short_name(layout) for layout in self._layouts],
+            "pairs": [f"{estimate} of {truth}" for estimate, truth in self.pairs],
+        }
+
+    @property
+    def _layouts(self) -> tuple[ParallelConfig, ...]:
+        return tuple(self.layouts) or layouts_of(self.world)
+
+    def measure(self, ctx: Context, record: Record) -> None:
+        """Compare every layout, then what only two devices can show."""
+        begin_s = time.monotonic()
+        if SLICE_OF_REAL in self.pairs:
+            ctx = replace(ctx, config=replace(ctx.config, link=MEASURED))
+        resolved = resolve(ctx.config)
+        kind = torch.device(resolved.device).type
+        ctx.progress("link", 0, len(self._layouts))
+        # One GPU has no link to measure: its slices use the one that the config names.
+        found = ceilings(resolved.device, links=SLICE_OF_REAL in self.pairs)
+        _free()
+        _note(record, ctx.config.link, found, kind, self.pairs)
+        with Ranks(self.world) as ranks:
+            for done, layout in enumerate(self._layouts):
+                ctx.progress(short_name(layout), done, len(self._layouts))
+                if self._late(begin_s):
+                    self._failed(record, layout, f"not begun within {self.limit_s:.0f} s")
+                    continue
+                self._layout(ctx, record, layout, found, ranks)
+            if SLICE_OF_REAL in self.pairs:
+                self._expert_backends(ctx, record, ranks, begin_s)
+        if SLICE_OF_REAL in self.pairs and not self._late(begin_s):
+            ctx.progress("transfers", len(self._layouts), len(self._layouts))
+            self._transfers(record, resolved, found, kind)
+        ctx.progress("done", len(self._layouts), len(self._layouts))
+
+    def _late(self, begin_s: float) -> bool:
+        return bool(self.limit_s) and time.monotonic() - begin_s > self.limit_s
+
+    def _failed(self, record: Record, layout: ParallelConfig, reason: str) -> None:
+        for estimate, truth in self.pairs:
+            row = {"layout": short_name(layout), "estimate": estimate, "against": truth}
+            record.row("errors", row | {"state": "failed", "reason": reason})
+
+    def _layout(
+        self,
+        ctx: Context,
+        record: Record,
+        layout: ParallelConfig,
+        found: Ceilings,
+        ranks: Ranks,
+    ) -> None:
+        """Run both sides of a layout and compare; a failure marks the layout."""
+        try:
+            values, pool_tokens = self._sides(ctx, layout, ranks)
+            if MODEL_OF_SLICE in self.pairs:
+                values["modelled"] = self._modelled(ctx, layout, found, pool_tokens)
+        except FAILURES as error:
+            self._failed(record, layout, one_line(error))
+            return
+        finally:
+            _free()
+        name = short_name(layout).replace(" ", "-")
+        for fidelity, series in values.items():
+            for what, repeats in series.items():
+                higher = what == "output_tokens_per_s"
+                for value in repeats:
+                    record.add(
+                        f"{what}.{name}.{fidelity}",
+                        value,
+                        unit=UNITS[what],
+                        direction="higher" if higher else "lower",
+                        sample="exact" if fidelity == "modelled" else "repeat",
+                    )
+        for estimate, truth in self.pairs:
+            _compare(record, layout, (estimate, truth), values)
+
+    def _sides(
+        self, ctx: Context, layout: ParallelConfig, ranks: Ranks
+    ) -> tuple[dict[Fidelity, Values], int]:
+        """Repeats of each side that runs, and the tokens of the slice's KV pool."""
+        wanted: list[Literal["real", "rank-slice"]] = ["rank-slice"]
+        if SLICE_OF_REAL in self.pairs:
+            wanted.insert(0, "real")
+        if len(wanted) == 2 and holds_both(ctx.config, layout):
+            try:
+                return self._run(ctx, layout, wanted, ranks)
+            except (CapacityError, torch.OutOfMemoryError):
+                _free()  # they fit one after the other, perhaps
+        values: dict[Fidelity, Values] = {}
+        pool_tokens = 0
+        for fidelity in wanted:
+            found, pool_tokens = self._run(ctx, layout, [fidelity], ranks)
+            values |= found
+            _free()
+        return values, pool_tokens
+
+    def _run(
+        self,
+        ctx: Context,
+        layout: ParallelConfig,
+        wanted: Sequence[Literal["real", "rank-slice"]],
+        ranks: Ranks,
+    ) -> tuple[dict[Fidelity, Values], int]:
+        """Sides that lie in memory at the same time, taking turns."""
+        with _open(ctx.config, layout, wanted, self.load, ranks) as sides:
+            for side in sides.values():
+                side.warm_up(ctx.seed)
+            runs = interleave(
+                {name: _runner(side, ctx.seed) for name, side in sides.items()},
+                repeats=ctx.repeats,
+                warmup=0,
+            )
+            tokens = {side.pool_tokens for side in sides.values()}
+            if len(tokens) > 1:
+                raise CapacityError(f"beside each other the sides have KV pools of {tokens} tokens")
+        values: dict[Fidelity, Values] = {
+            name: {what: [run[what] for run in runs[name]] for what in runs[name][0]}
+            for name in wanted
+        }
+        return values, tokens.pop()
+
+    def _modelled(
+        self, ctx: Context, layout: ParallelConfig, found: Ceilings, pool_tokens: int
+    ) -> Values:
+        resolved = resolve(replace(ctx.config, parallel=layout))
+        link = parse_link(ctx.config.link, torch.device(resolved.device).type)
+        model = LayoutModel(resolved=resolved, layout=layout, ceilings=found, link=link)
+        values = model.values(self.load, ctx.config.scheduler.token_budget, pool_tokens)
+        return {what: [value] for what, value in values.items()}
+
+    def _expert_backends(self, ctx: Context, record: Record, ranks: Ranks, begin_s: float) -> None:
+        """Time DeepEP against the other exchanges where it loads; else note why it does not."""
+        resolved = resolve(ctx.config)
+        width: int = resolved.config.hidden_size
+        why = None
+        if not expert_deep_ep.installed() or not resolved.device.startswith("cuda"):
+            device, dtype = torch.device(resolved.device), getattr(torch, resolved.dtype)
+            why = expert_deep_ep.problem(SingleComm(), width, 1, device, dtype)
+        if why is not None:
+            record.notes.append(f"DeepEP was not measured: {why}.")
+            return
+        for backend in EXPERT_BACKENDS:
+            if self._late(begin_s):
+                return
+            ctx.progress(f"experts by {backend}", len(self._layouts), len(self._layouts))
+            layout = ParallelConfig(dp=self.world, ep=self.world, ep_backend=backend)
+            row: dict[str, Any] = {"backend": backend, "fidelity": "real"}
+            try:
+                values, _ = self._run(ctx, layout, ["real"], ranks)
+            except FAILURES as error:
+                record.row("expert exchange", row | {"state": "failed", "reason": one_line(error)})
+                continue
+            for what, repeats in values["real"].items():
+                row[what] = statistics.median(repeats)
+            record.row("expert exchange", row | {"state": "ok"}, UNITS)
+
+    def _transfers(
+        self, record: Record, resolved: ResolvedModel, found: Ceilings, kind: str
+    ) -> None:
+        """Move a request's KV and a rank's weights from one process to another."""
+        spec = resolved.family.cache_spec(resolved.config)
+        tokens = self.load.isl + self.load.osl
+        entries = spec.bytes_per_token(resolved.kv_dtype) * tokens
+        tensors = resolved.family.manifest(resolved.config)
+        sizes = {
+            "a request's KV": int(entries + spec.bytes_per_request(resolved.kv_dtype, 0)),
+            "a rank's weights": rank_bytes(tensors, ParallelConfig(tp=self.world), resolved.dtype),
+        }
+        assert found.links is not None
+        try:
+            moved = measure_transfers(kind, sizes)
+        except FAILURES as error:
+            row = {"state": "failed", "reason": one_line(error)}
+            record.row("transfers", row)
+            return
+        for one in moved:
+            rate = one.nbytes / one.seconds
+            row = {
+                "what": one.what,
+                "way": one.way,
+                "fidelity": "real",
+                "mib": one.nbytes / 2**20,
+                "ms": one.seconds * 1e3,
+                "gbytes_per_s": rate / 1e9,
+                "achieved_over_link": rate / found.links.bytes_per_s,
+                "state": "ok",
+            }
+            units = {"mib": "MiB", "ms": "ms", "gbytes_per_s": "GB/s"}
+            record.row("transfers", row, units)
+        if absent := missing_libraries():
+            record.notes.append(absent)
+
+    def conclude(self, record: Record) -> None:
+        """Name the layouts whose estimates are too far off."""
+        rows = record.ok_rows("errors")
+        if not rows:
+            record.verdict = "No layout could be compared."
+            return
+        record.verdict = " ".join(_verdict(rows, pair) for pair in self.pairs)
+        failed = [row["layout"] for row in record.rows["errors"] if row["state"] == "failed"]
+        good = [
+            name
+            for name in dict.fromkeys(row["layout"] for row in rows)
+            if all(_within(row) for row in rows if row["layout"] == name)
+        ]
+        names = ", ".join(good) if good else "no layout"
+        record.boundary = f"Estimates can be relied on, within these limits, for {names}"
+        if failed:
+            record.boundary += f"; not compared: {', '.join(dict.fromkeys(failed))}"
+        record.boundary += "."
+
+
+def holds_both(config: EngineConfig, layout: ParallelConfig) -> bool:
+    """Whether a device has room for a rank and a slice of the same layout."""
+    resolved = resolve(config)
+    device = torch.device(resolved.device)
+    if device.type == "cpu":
+        return True
+    tensors = resolved.family.manifest(resolved.config)
+    side = rank_bytes(tensors, layout, resolved.dtype) + WORKING_BYTES
+    return 2 * side <= SHARE_OF_BOTH * free_bytes(device)
+
+
+@contextmanager
+def _open(
+    config: EngineConfig,
+    layout: ParallelConfig,
+    wanted: Sequence[Literal["real", "rank-slice"]],
+    load: FidelityLoad,
+    ranks: Ranks,
+) -> Iterator[dict[str, Side]]:
+    sides: dict[str, Side] = {}
+    try:
+        for fidelity in wanted:
+            sides[fidelity] = Side(config, layout, fidelity, load, ranks)
+        yield sides
+    finally:
+        for side in sides.values():
+            side.close()
+
+
+def _runner(side: Side, seed: int) -> Callable[[], Mapping[str, float]]:
+    seeds = iter(range(seed + 1, seed + 1_000_000))  # both sides have the same prompts in a round
+    return lambda: side.run(next(seeds))
+
+
+def _compare(
+    record: Record, layout: ParallelConfig, pair: Pair, values: Mapping[Fidelity, Values]
+) -> None:
+    """A row for each quantity that both fidelities have."""
+    estimate, truth = pair
+    for what in UNITS:
+        if what not in values[estimate] or what not in values[truth]:
+            continue
+        one, other = (statistics.median(values[side][what]) for side in pair)
+        row = {
+            "layout": short_name(layout),
+            "quantity": what,
+            "estimate": estimate,
+            "value": one,
+            "against": truth,
+            "its_value": other,
+            "error_percent": (one / other - 1) * 100,
+            "limit_percent": MEMORY_LIMIT if what == MEMORY else TIME_LIMIT,
+            "state": "ok",
+        }
+        record.row("errors", row, {"error_percent": "%", "limit_percent": "%"})
+
+
+def _within(row: Mapping[str, Any]) -> bool:
+    return bool(abs(row["error_percent"]) <= row["limit_percent"])
+
+
+def _verdict(rows: Sequence[Mapping[str, Any]], pair: Pair) -> str:
+    estimate, truth = pair
+    mine = [r for r in rows if r["estimate"] == estimate and r["against"] == truth]
+    title = f"{estimate} against {truth}"
+    if not mine:
+        return f"{title}: no layout could be compared."
+    beyond: dict[str, list[str]] = {}
+    for row in mine:
+        if not _within(row):
+            text = f"{row['quantity']} {row['error_percent']:+.1f} %"
+            beyond.setdefault(row["layout"], []).append(text)
+    limits = f"{TIME_LIMIT:.0f} % in time and {MEMORY_LIMIT:.0f} % in memory"
+    if not beyond:
+        return f"{title}: all layouts within {limits}."
+    named = "; ".join(f"{layout} ({', '.join(texts)})" for layout, texts in beyond.items())
+    return f"{title}: beyond {limits}: {named}."
+
+
+def _note(record: Record, link: str, found: Ceilings, kind: str, pairs: Sequence[Pair]) -> None:
+    if link != MEASURED or found.links is None:
+        record.notes.append(f"Slices use the link {link}, which is not this machine's.")
+    else:
+        links = found.links
+        record.notes.append(
+            f"Slices use the link measured among {links.ranks} ranks by {links.backend}: "
+            f"{links.bytes_per_s / 1e9:.3g} GB/s a way, {links.latency_s * 1e6:.3g} us."
+        )
+    if kind == "cuda":
+        record.notes.append(
+            "Peak memory is that of tensors on rank 0; the libraries' own buffers are not in it."
+        )
+    elif SLICE_OF_REAL in pairs:
+        record.notes.append(
+            "On a CPU the real ranks share the cores that a slice has for itself, so that errors "
+            "are large and say nothing about GPUs; memory is not counted."
+        )
+    if MODEL_OF_SLICE in pairs:
+        record.notes.append(
+            "Modelled times are floors: launches, sampling and scheduling are not in them, nor "
+            "activations in modelled memory."
+        )
+
+
+def one_line(error: BaseException) -> str:
+    """An error as a table's cell."""
+    lines = str(error).strip().splitlines()
+    text = lines[0] if lines else type(error).__name__
+    return text if isinstance(error, KllmError) else f"{type(error).__name__}: {text}"
+
+
+def _free() -> None:
+    """Give device memory that nobody uses any more to the other processes."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

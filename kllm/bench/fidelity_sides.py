@@ -1,0 +1,181 @@
+"""The two sides of a comparison of fidelities: one layout, run by all its ranks or by one of them.
+
+A slice has the requests of its own group only. Where the layout has several groups it gets its
+share of the requests, and its throughput counts for all groups.
+"""
+
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from types import TracebackType
+from typing import Literal
+
+from kllm.bench.base import SPARE_TOKENS
+from kllm.bench.serve_loop import run_workload, warm_up
+from kllm.bench.workloads import Lengths, Workload
+from kllm.config import EngineConfig, ParallelConfig
+from kllm.engine.engine import Engine
+from kllm.engine.executor import InProcessExecutor
+from kllm.engine.multi_rank import MultiRankExecutor
+from kllm.engine.rank_pool import RankPool, launch
+from kllm.errors import CapacityError
+from kllm.models.load import resolve
+from kllm.models.shape import model_shape
+from kllm.parallel.layout import check
+
+GIB = float(1 << 30)
+MEMORY = "peak_gib"
+UNITS = {
+    "prefill_step_ms": "ms",
+    "decode_step_ms": "ms",
+    "ttft_ms": "ms",
+    "tpot_ms": "ms",
+    "output_tokens_per_s": "tokens/s",
+    MEMORY: "GiB",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FidelityLoad:
+    """Requests that arrive at once, all of the same lengths."""
+
+    isl: int  # prompt tokens
+    osl: int  # output tokens
+    requests: int  # over all groups
+
+    def workload(self, groups: int, seed: int) -> Workload:
+        """What one of `groups` groups gets; 1: all of it."""
+        count = self.requests // groups
+        return Workload(
+            isl=Lengths(self.isl),
+            osl=Lengths(self.osl),
+            num_requests=count,
+            concurrency=count,
+            seed=seed,
+        )
+
+
+class Ranks:
+    """Processes for the real side, started when first needed and again when a layout ended them."""
+
+    def __init__(self, world: int) -> None:
+        self._world = world
+        self._pool: RankPool | None = None
+
+    def pool(self) -> RankPool:
+        """The processes.
+
+        Raises:
+            WorkerError: when they cannot be started.
+        """
+        if self._pool is None or not self._pool.alive:
+            self._pool = launch(self._world)
+        return self._pool
+
+    def __enter__(self) -> "Ranks":
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._pool is not None:
+            self._pool.close()
+
+
+class Side:
+    """An engine of one layout at one fidelity.
+
+    Args:
+        config: of the model and the slice's link; layout and fidelity are set here.
+        ranks: where the real side runs.
+
+    Raises:
+        ConfigError, CapacityError, WorkerError: when the layout cannot be set up.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        layout: ParallelConfig,
+        fidelity: Literal["real", "rank-slice"],
+        load: FidelityLoad,
+        ranks: Ranks,
+    ) -> None:
+        resolved = resolve(config)
+        check(model_shape(resolved.family, resolved.config).dims, layout)
+        if load.requests % layout.dp:
+            raise CapacityError(
+                f"{load.requests} requests are no whole number for each of {layout.dp} groups; "
+                "use a multiple"
+            )
+        most: int = resolved.config.max_position_embeddings
+        length = load.isl + load.osl
+        scheduler = replace(config.scheduler, max_batch=load.requests // layout.dp)
+        self._config = config = replace(
+            config,
+            scale=resolved.scale,
+            dtype=resolved.dtype,
+            parallel=layout,
+            fidelity=fidelity,
+            scheduler=scheduler,
+            max_model_len=max(length, min(length + SPARE_TOKENS, most)),
+        )
+        self._load = load
+        self._counts = resolved.device.startswith("cuda")  # whether memory is counted
+        sliced = fidelity == "rank-slice"
+        self._groups = layout.dp if sliced else 1
+        resolved = resolve(config)
+        self._executor: InProcessExecutor | MultiRankExecutor = (
+            InProcessExecutor(config, resolved)
+            if sliced
+            else MultiRankExecutor(config, resolved, ranks.pool())
+        )
+        self._engine = Engine(config, executor=self._executor)
+
+    @property
+    def pool_tokens(self) -> int:
+        """Tokens that the KV pages of a rank hold."""
+        return self._executor.sharing.budget.num_tokens
+
+    def warm_up(self, seed: int) -> None:
+        """Compile and capture what the runs need; memory is counted from here on."""
+        warm_up(self._engine, self._load.workload(self._groups, seed))
+        self._executor.settle()
+
+    def run(self, seed: int) -> Mapping[str, float]:
+        """One run of the load; values by the names of UNITS.
+
+        Raises:
+            CapacityError: when memory ran out or the requests never decoded together.
+        """
+        workload = self._load.workload(self._groups, seed)
+        run = run_workload(self._engine, workload)
+        if run.failure:
+            raise CapacityError(run.failure)
+        batch = workload.num_requests
+        prefill = [s.duration_s for s in run.steps if s.num_tokens > s.num_decodes]
+        decode = [s.duration_s for s in run.steps if s.num_decodes == s.num_tokens == batch]
+        if not prefill or not decode:
+            raise CapacityError(
+                f"no step decoded all {batch} requests; use more output tokens than there are "
+                "prefill steps"
+            )
+        # The runs of both sides have the same steps: a mean compares all chunks of the prompts.
+        found = {
+            "prefill_step_ms": statistics.mean(prefill) * 1e3,
+            "decode_step_ms": statistics.median(decode) * 1e3,
+            "ttft_ms": run.mean("ttft_s") * 1e3,
+            "tpot_ms": run.mean("tpot_s") * 1e3,
+            "output_tokens_per_s": run.output_tokens_per_s * self._groups,
+        }
+        memory = self._executor.settle()[0]  # of rank 0, which is the one that is sliced
+        if self._counts:
+            found[MEMORY] = (memory.held + memory.passing) / GIB
+        return found
+
+    def close(self) -> None:
+        """Give memory and processes back."""
+        self._engine.close()
