@@ -174,6 +174,7 @@ class SequenceHarness:
             step = SequenceStep(
                 rank, self.stripes, self.ring, pieces, self.rows[requests], tables[rank]
             )
-            hand_over(self.pools[rank], comm, step, torch.from_numpy(tables[rank]))
+            on_device = torch.from_numpy(tables[rank]).to(self.device)
+            hand_over(self.pools[rank], comm, step, on_device)
 
         run_ranks(self.ranks, work)
