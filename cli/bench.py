@@ -33,7 +33,7 @@ DETAILS = ("requests", "pairs")  # series that are stored and not printed
 # Ends of intervals, and what a table of a load is too narrow for; all are in the result file.
 NOT_SHOWN = (
     *("_lo", "_hi", "_p90_ms", "_mean_ms", "e2e_p50_ms", "e2e_p99_ms"),
-    *("isl", "osl", "concurrency", "rate_per_s", "total_tokens_per_s"),
+    *("isl", "osl", "concurrency", "rate_per_s", "total_tokens_per_s", "limit_percent"),
 )
 
 TEXTS = (  # columns of words
@@ -68,6 +68,7 @@ class _Options:
     layout: str = ""
     fidelity: str = "real"
     link: str = "nvlink4"
+    kv_mib: int = 0
 
     def config(self) -> "EngineConfig":
         from kllm.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
@@ -80,7 +81,7 @@ class _Options:
             device=self.device,
             dtype=self.dtype,
             seed=self.seed,
-            cache=CacheConfig(dtype=self.kv_dtype),
+            cache=CacheConfig(dtype=self.kv_dtype, memory_bytes=self.kv_mib << 20),
             scheduler=SchedulerConfig(token_budget=self.token_budget),
             parallel=parse(self.layout) if self.layout else ParallelConfig(),
             fidelity=self.fidelity,  # type: ignore[arg-type]  # EngineConfig checks it
@@ -397,6 +398,80 @@ def _lengths(option: str, text: str) -> tuple[int, ...]:
         raise ConfigError(f"{option} takes tokens as in 512,32K,1M, got '{text}'") from None
 
 
+@bench_app.command("tp-vs-dp-attention")
+def tp_vs_dp_attention(
+    model: Model = "deepseek-v4",
+    world: Annotated[int, typer.Option(min=0, help="Ranks of a layout; 0: by machine.")] = 0,
+    in_flight: Annotated[
+        str, typer.Option(help="Requests that arrive at once, as in 8,64; default: by machine.")
+    ] = "",
+    isl: Annotated[str, typer.Option(help="Prompt tokens, as in 512,2048; by machine.")] = "",
+    osl: Annotated[int, typer.Option(min=0, help="Output tokens; 0: by machine.")] = 0,
+    skewed: Annotated[
+        int, typer.Option(min=0, help="Requests of the skewed loads; 0: by machine.")
+    ] = 0,
+    step_tokens: Annotated[
+        int, typer.Option(min=0, help="Tokens of a step over all ranks; 0: by machine.")
+    ] = 0,
+    limit: Annotated[
+        float, typer.Option(min=0, help="Seconds for the sweep of a layout; 0: by machine.")
+    ] = 0.0,
+    kv_mib: Annotated[
+        int, typer.Option("--kv-memory", min=0, help="KV memory of a rank, MiB; 0: by machine.")
+    ] = 0,
+    capacity_only: Annotated[
+        bool, typer.Option("--capacity-only", help="Only compute the published KV capacities.")
+    ] = False,
+    scale: Scale = "auto",
+    load: Load = "auto",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    kv_dtype: KvDtype = "auto",
+    fidelity: Annotated[
+        str, typer.Option(help="real, rank-slice, or auto: real if there is a device a rank.")
+    ] = "auto",
+    link: LinkName = "nvlink4",
+    repeats: Annotated[
+        int, typer.Option(min=0, help="Measurements of each point; 0: by machine.")
+    ] = 0,
+    seed: Seed = 0,
+    output: Output = DEFAULT_OUTPUT,
+    as_json: AsJson = False,
+) -> None:
+    """Compare attention cut by heads with attention by request: KV capacity, TTFT, TPOT, output."""
+    import sys
+    from dataclasses import replace
+
+    from kllm.bench.base import BENCHES
+    from kllm.bench.tp_vs_dp_capacity import CapacityBench
+    from kllm.bench.tp_vs_dp_defaults import bench_for, setup_for
+
+    if capacity_only:
+        result, path = CapacityBench().run(output, ("kllm", *sys.argv[1:]))
+        _show(result, path, as_json)
+        return
+    plain = _options({**locals(), "fidelity": "real", "repeats": 1})
+    setup = setup_for(plain.config(), world=world, fidelity=fidelity, repeats=repeats)
+    shared = replace(
+        plain,
+        scale=setup.scale,
+        fidelity=setup.fidelity,
+        repeats=setup.repeats,
+        layout=f"dp={setup.world},ep={setup.world}",
+    )
+    bench = bench_for(
+        BENCHES["tp-vs-dp-attention"].load(),
+        setup,
+        in_flight=_integers("--in-flight", in_flight) if in_flight else (),
+        isls=_integers("--isl", isl) if isl else (),
+        osl=osl,
+        skewed=skewed,
+        step_tokens=step_tokens,
+        limit_s=limit,
+    )
+    _run(bench, shared)
+
+
 def _options(given: dict[str, Any]) -> _Options:
     return _Options(**{name: given[name] for name in _Options.__slots__ if name in given})
 
@@ -429,7 +504,6 @@ def _run(bench: "Bench", shared: _Options, config: "EngineConfig | None" = None)
 
     from kllm.bench.base import Context
     from kllm.bench.run import run_bench
-    from kllm.results.schema import encode
 
     with _progress(bench.name) as hook:
         context = Context(
@@ -444,13 +518,19 @@ def _run(bench: "Bench", shared: _Options, config: "EngineConfig | None" = None)
         except KeyboardInterrupt:  # the command-line library would end without a word
             err.print("interrupted before anything was measured", highlight=False)
             raise typer.Exit(INTERRUPTED) from None
-    if shared.as_json:
+    _show(result, path, shared.as_json)
+    if result.extra.get("interrupted"):
+        raise typer.Exit(INTERRUPTED)
+
+
+def _show(result: "RunResult", path: Path, as_json: bool) -> None:
+    from kllm.results.schema import encode
+
+    if as_json:
         typer.echo(encode(result).decode(), nl=False)
     else:
         _print(result)
     err.print(f"result: {path}", markup=False, highlight=False, soft_wrap=True)
-    if result.extra.get("interrupted"):
-        raise typer.Exit(INTERRUPTED)
 
 
 @contextmanager
@@ -503,7 +583,8 @@ def _print(result: "RunResult") -> None:
     about = f"{result.model} ({result.scale}, {result.dtype}), fidelity: {result.fidelity}"
     out.print(escape(f"{result.name}: {about}"), highlight=False, soft_wrap=True)
     for series in result.series:
-        if series.name not in DETAILS:
+        # A gain is what a sweep beside it shows already; reports draw it.
+        if series.name not in DETAILS and not series.name.startswith("gain:"):
             out.print(_table(series))
     for sentence in (result.verdict, result.boundary, *result.notes):
         if sentence:

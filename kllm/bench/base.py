@@ -133,6 +133,12 @@ def _fidelity() -> Callable[..., Bench]:
     return FidelityBench
 
 
+def _tp_vs_dp_attention() -> Callable[..., Bench]:
+    from kllm.bench.tp_vs_dp import TpVsDpBench
+
+    return TpVsDpBench
+
+
 BENCHES: Registry[Entry] = Registry(
     "bench",
     {
@@ -153,6 +159,11 @@ BENCHES: Registry[Entry] = Registry(
             "prefill of a prompt that ranks share: a ring against all-gather",
             "prompt length, link",
             _ring_vs_allgather,
+        ),
+        "tp-vs-dp-attention": Entry(
+            "attention cut by heads against attention by request, experts spread in both",
+            "requests in flight, prompt length, skew",
+            _tp_vs_dp_attention,
         ),
         "compare-power": Entry(
             "false alarms and detections of `kllm compare` on this machine",

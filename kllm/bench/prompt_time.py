@@ -7,6 +7,7 @@ the last step, which hands the prompt over and samples, is always measured itsel
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 
 import numpy as np
 
@@ -44,7 +45,7 @@ def places(prompts: Sequence[int], chunk: int) -> list[Place]:
     starts = {0} if any(tokens > chunk for tokens in prompts) else set()
     starts |= {last_start(n, chunk) - chunk for n in prompts if n > chunk}
     grid = sorted(starts)
-    for low, high in zip(grid[:-1], grid[1:], strict=True):
+    for low, high in pairwise(grid):
         starts |= _between(max(low, chunk), high, chunk)
     steps = {Place(start, start + chunk, False) for start in starts}
     return sorted(steps | {Place(last_start(n, chunk), n, True) for n in prompts})

@@ -25,9 +25,9 @@ from kllm.models.shape import model_shape
 from kllm.parallel.emulated import EmulatedComm
 from kllm.parallel.layout import check
 from kllm.parallel.link import Link
+from kllm.parallel.overlap import ALL_GATHER, RING
 from kllm.parallel.stripes import Stripes
 
-RING, ALL_GATHER = "ring", "all_gather"
 KINDS = (RING, ALL_GATHER)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=1)
 
@@ -137,7 +137,7 @@ class SharedPrompt:
             memory.extend(self.ranks.settle())
 
         seconds = timed(step, "cpu")  # the host's clock: `settle` ends with the last device
-        passing = max(found.passing for found in memory)
+        passing: float = max(found.passing for found in memory)
         if not self.device.startswith("cuda"):
             passing = buffer_bytes(self.spec, self.stripes, self._kind, place, self.kv_dtype)
         return Cost(

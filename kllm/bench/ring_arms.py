@@ -1,0 +1,112 @@
+"""The two sides of `ring-vs-allgather`: what of the sweep fits each, and what its steps cost."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from kllm.bench.prompt_time import Cost, Place, places, prompt_cost
+from kllm.bench.shared_prompt import SharedPrompt
+from kllm.bench.timing import Failed, attempt
+from kllm.parallel.link import Link
+
+# Of what is free beside the weights; the rest is for a step's tensors, and the allocator's gaps.
+KV_SHARE = 0.85
+GIB = float(1 << 30)
+
+Costs = dict[Place, Cost]
+
+
+@dataclass(slots=True)
+class Arm:
+    """One kind of context parallelism.
+
+    `rounds[link][i]` is what steps cost in round i; i of one kind pairs with i of the other.
+    """
+
+    kind: str
+    isls: list[int]  # those that fit, rising
+    refused: dict[int, str] = field(default_factory=dict)  # the others: why
+    rounds: dict[str, list[Costs]] = field(default_factory=dict)
+
+    def refuse(self, isl: int, reason: str) -> None:
+        """Take a length, and all longer ones, out of the sweep."""
+        for longer in [n for n in self.isls if n >= isl]:
+            self.isls.remove(longer)
+            self.refused[longer] = reason
+
+    def fit(self, prompt: SharedPrompt, *, sliced: bool, ranks_here: int) -> None:
+        """Refuse the lengths whose KV would not fit the device.
+
+        Args:
+            sliced: whether only a typical rank is here, or the owner of the prompt as well.
+            ranks_here: that share what is free.
+        """
+        room = KV_SHARE * prompt.free_bytes() / ranks_here
+        for isl in tuple(self.isls):
+            need = prompt.need(self.kind, isl)
+            wanted = need.typical if sliced else need.owner
+            if wanted > room:
+                self.refuse(
+                    isl,
+                    f"{self.kind}: needs {wanted / GIB:.3g} GiB of KV on a rank and "
+                    f"{room / GIB:.3g} GiB are free for it",
+                )
+                return
+
+    def places(self, chunk: int) -> list[Place]:
+        """The steps to measure."""
+        return places(self.isls, chunk)
+
+    def run(
+        self,
+        prompt: SharedPrompt,
+        links: dict[str, Link | None],
+        tell: Callable[[str], None],
+        *,
+        keep: bool,
+    ) -> None:
+        """Run the steps of all places, one after the other, over each link.
+
+        Args:
+            tell: called before each step.
+            keep: whether to store a round; without it the steps run once, to warm up.
+        """
+        found: dict[str, Costs] = {name: {} for name in links}
+        while self.isls:
+            longest = self.isls[-1]
+            made = attempt(lambda n=longest: prompt.arrange(self.kind, n))  # type: ignore[misc]
+            if not isinstance(made, Failed):
+                break
+            self.refuse(longest, f"{self.kind}: {made.reason}")
+        if keep and self.isls:
+            # The device's memory is divided anew; the first step pays for that.
+            self._step(prompt, self.places(prompt.chunk)[0], None)
+        for place in self.places(prompt.chunk):
+            if place.end > max(self.isls, default=0):
+                break  # an earlier step took away what this one was for
+            for name in links if keep else list(links)[:1]:
+                tell(f"{self.kind} at {place.start} over {name}")
+                cost = self._step(prompt, place, links[name])
+                if cost is None:
+                    break
+                found[name][place] = cost
+        if keep:
+            for name, costs in found.items():
+                self.rounds.setdefault(name, []).append(costs)
+
+    def _step(self, prompt: SharedPrompt, place: Place, link: Link | None) -> Cost | None:
+        cost = attempt(lambda: prompt.run(place, link))
+        if isinstance(cost, Failed):
+            self.refuse(place.end, f"{self.kind}: {cost.reason} in a step behind {place.start}")
+            return None
+        return cost
+
+    def prompts(self, link: str, isl: int, chunk: int) -> list[Cost]:
+        """What a whole prompt costs, by each round; empty where it does not fit."""
+        if isl not in self.isls:
+            return []
+        return [prompt_cost(isl, chunk, costs) for costs in self.rounds.get(link, [])]
+
+
+def both(kinds: Sequence[str], isls: Sequence[int]) -> dict[str, Arm]:
+    """An arm for each kind."""
+    return {kind: Arm(kind, sorted(set(isls))) for kind in kinds}

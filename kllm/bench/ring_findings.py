@@ -1,0 +1,313 @@
+"""What the measured points of `ring-vs-allgather` say, beside what was predicted and published."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
+from typing import Any
+
+from kllm.bench.record import Record
+from kllm.config import EngineConfig
+from kllm.engine.cp_kind import cp_setting, with_cp_kind
+from kllm.models.devices import choose_device
+from kllm.models.load import ResolvedModel
+from kllm.parallel.link import parse_link
+from kllm.parallel.overlap import (
+    ALL_GATHER,
+    RING,
+    AttentionShape,
+    Chunk,
+    Setting,
+    Times,
+    crossings,
+    hiding_bandwidth,
+    hiding_rows,
+    predict_prompt,
+)
+from kllm.results.claims import claim_of, status_of
+
+CLAIM = "ring-vs-allgather/throughput_change_pct"
+CLAIM_ISL = 512 * 1024
+CLOSE_PCT = 5.0  # how much slower than the better kind the automatic choice may be
+BANDWIDTHS = (1e9, 4e12)  # bytes a second, where predicted crossings are looked for
+
+UNITS = {
+    "ring_s": "s",
+    "all_gather_s": "s",
+    "predicted_ring_s": "s",
+    "predicted_all_gather_s": "s",
+    "auto_loss_pct": "%",
+    "gb_per_s": "GB/s",
+    "gb_per_s_needed": "GB/s",
+}
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Sweep:
+    """A layout of a model whose prompts were measured."""
+
+    config: EngineConfig
+    resolved: ResolvedModel
+    attention: tuple[AttentionShape, ...]
+    chunk: int
+
+    @property
+    def attention_names(self) -> str:
+        """The kinds of attention of the layers."""
+        return "+".join(dict.fromkeys(kind.name.partition(",")[0] for kind in self.attention))
+
+    def on(self, link: str) -> EngineConfig:
+        """The config over a link; over the machine's own where ranks really run."""
+        return replace(self.config, link=link) if self._sliced else self.config
+
+    @property
+    def _sliced(self) -> bool:
+        return self.config.fidelity == "rank-slice"
+
+    def setting(self, link: str) -> Setting:
+        """What predictions over a link are made with: rates measured on this machine."""
+        return cp_setting(self.on(link), self.resolved)
+
+    def chosen(self, link: str) -> str:
+        """The kind that the engine takes by itself."""
+        config = self.on(link)
+        left_open = replace(config, parallel=replace(config.parallel, cp_kind="auto"))
+        return with_cp_kind(left_open, self.resolved).parallel.cp_kind
+
+
+def prediction(sweep: Sweep, isl: int, link: str, seconds: Mapping[str, float]) -> dict[str, Any]:
+    """Both kinds' measured seconds, floors of the attention alone, and what the engine chooses.
+
+    Args:
+        seconds: of the prompt by kind, measured.
+    """
+    times = predict_prompt(
+        sweep.attention, sweep.setting(link), tokens=isl, chunk_tokens=sweep.chunk
+    )
+    chosen = sweep.chosen(link)
+    return {
+        "ring_s": seconds[RING],
+        "all_gather_s": seconds[ALL_GATHER],
+        "predicted_ring_s": times.ring,
+        "predicted_all_gather_s": times.all_gather,
+        "auto": chosen,
+        "auto_loss_pct": 100 * (seconds[chosen] / min(seconds.values()) - 1),
+    }
+
+
+def overlap(sweep: Sweep, isl: int, link: str) -> Iterator[dict[str, Any]]:
+    """When the last step of a prompt hides its transfers, for each kind of entries that travels."""
+    setting = sweep.setting(link)
+    new = min(sweep.chunk, isl)
+    chunk = Chunk(new=new, cached=isl - new)
+    for kind in sweep.attention:
+        for phase in kind.phases:
+            rows = hiding_rows(
+                phase,
+                block_tokens=isl / setting.ranks,
+                setting=setting,
+                visible=chunk.visible,
+            )
+            bandwidth = hiding_bandwidth(phase, chunk, setting)
+            yield {
+                "link": link,
+                "prompt_tokens": isl,
+                "attention": kind.name,
+                "entries": phase.name,
+                "rows": new / setting.ranks,
+                "rows_needed": rows if math.isfinite(rows) else None,
+                "gb_per_s": setting.link.bytes_per_s / 1e9,
+                "gb_per_s_needed": bandwidth / 1e9 if math.isfinite(bandwidth) else None,
+                "hidden": new / setting.ranks >= rows,
+            }
+
+
+def predicted_crossings(sweep: Sweep, isl: int, link: str) -> str:
+    """One sentence: where along the bandwidth of the link the better kind would change."""
+    setting = sweep.setting(link)
+
+    def times(bandwidth: float) -> Times:
+        faster = replace(setting.link, bytes_per_s=bandwidth, curves={})
+        on_it = replace(setting, link=faster)
+        return predict_prompt(sweep.attention, on_it, tokens=isl, chunk_tokens=sweep.chunk)
+
+    low, high = BANDWIDTHS
+    spots = [
+        f"{found.below} is better below {found.at / 1e9:.3g} GB/s, {found.above} above"
+        for found in crossings(times, low, high)
+    ] or [f"{times(low).best} is better from {low / 1e9:.3g} to {high / 1e9:.3g} GB/s"]
+    return (
+        f"Predicted for the attention alone of {sweep.resolved.name}, cp {setting.ranks}, ISL "
+        f"{tokens(isl)}: {'; '.join(spots)}."
+    )
+
+
+def conditions(sliced: bool, config: EngineConfig, chunk: int) -> list[str]:
+    """What every number of a run rests on."""
+    notes = [
+        f"Times of a prompt are put together from steps of {chunk} tokens, measured at both ends "
+        "and between; throughput counts the tokens of all ranks at this scale.",
+        "Memory is above the weights, on a rank that does not own the prompt; its owner, which "
+        "decodes it, holds all of its KV with both kinds.",
+    ]
+    if sliced:
+        notes.append(
+            f"Rank {config.slice_rank} is sliced; rank cp - 1 owns the prompt. Exposed seconds are "
+            "those of the context-parallel group alone."
+        )
+    else:
+        notes.append("Transfers are real; how much of them is exposed is not measured then.")
+    if choose_device(config.device).type == "cpu":
+        notes.append("On a CPU peaks are KV and the buffers that are exchanged, computed.")
+    return notes
+
+
+def conclude(record: Record) -> None:
+    """Set verdict, boundary and the rows of the claim."""
+    rows = record.ok_rows("sweep")
+    record.verdict = " ".join(map(_verdict, _groups(rows, "model", "cp"))) or (
+        "No point could be measured with both kinds."
+    )
+    found = [*_along_length(rows), *_along_bandwidth(rows)]
+    record.boundary = " ".join(found) or "No boundary can be told without measured points."
+    _claim(record, rows)
+    choices = record.ok_rows("predictions")
+    if choices:
+        near = sum(1 for row in choices if row["auto_loss_pct"] <= CLOSE_PCT)
+        worst = max(row["auto_loss_pct"] for row in choices)
+        record.notes.append(
+            f"cp_kind=auto is within {CLOSE_PCT:g} % of the better kind in {near} of "
+            f"{len(choices)} points; the most that it loses is {worst:.3g} %."
+        )
+
+
+def _groups(rows: Sequence[Row], *keys: str) -> list[list[Row]]:
+    def key(row: Row) -> tuple[Any, ...]:
+        return tuple(row[name] for name in keys)
+
+    order = {key(row): i for i, row in reversed(list(enumerate(rows)))}
+    ranked = sorted(rows, key=lambda row: order[key(row)])
+    return [list(group) for _, group in groupby(ranked, key)]
+
+
+def _verdict(rows: Sequence[Row]) -> str:
+    """The best and the worst point of the longest prompt."""
+    longest = max(row["prompt_tokens"] for row in rows)
+    here = sorted(
+        (row for row in rows if row["prompt_tokens"] == longest), key=lambda row: row["ratio"]
+    )
+    first = here[0]
+    text = (
+        f"{first['model']} ({first['attention']}), cp {first['cp']}, ISL {tokens(longest)}: a ring "
+        f"has {here[-1]['ratio']:.3g} times the throughput of all-gather over {here[-1]['link']}"
+    )
+    if len(here) > 1:
+        text += f" and {first['ratio']:.3g} times over {first['link']}"
+    return text + "."
+
+
+def crossing_points(points: Sequence[tuple[float, float]]) -> list[tuple[float, bool]]:
+    """Where the ratio passes 1 along a variable, and whether the ring is the faster one above.
+
+    Args:
+        points: (variable, ratio), in any order.
+
+    Returns:
+        Found on straight lines between neighbours, logarithms on both axes.
+    """
+    found = []
+    for (x0, y0), (x1, y1) in pairwise(sorted(points)):
+        if (y0 >= 1) != (y1 >= 1):
+            share = math.log(y0) / (math.log(y0) - math.log(y1))
+            found.append((x0 * (x1 / x0) ** share, y1 >= 1))
+    return found
+
+
+def _along_length(rows: Sequence[Row]) -> Iterator[str]:
+    """Along the prompt's length, for each model, degree and link."""
+    for group in _groups(rows, "model", "cp", "link"):
+        first = group[0]
+        about = f"{first['model']}, cp {first['cp']}, {first['link']} link:"
+        found = crossing_points([(row["prompt_tokens"], row["ratio"]) for row in group])
+        spots = [
+            f"a ring {'wins' if above else 'loses'} from ISL {tokens(round(at))} on"
+            for at, above in found
+        ]
+        if not spots:
+            low, high = (tokens(f([row["prompt_tokens"] for row in group])) for f in (min, max))
+            wins = "faster" if first["ratio"] >= 1 else "slower"
+            spots = [f"a ring is {wins} in the whole swept range, ISL {low} to {high}"]
+        yield f"{about} {'; '.join(spots)}."
+
+
+def _along_bandwidth(rows: Sequence[Row]) -> Iterator[str]:
+    """Along the link's bandwidth at the longest prompt of each model and degree."""
+    for group in _groups(rows, "model", "cp"):
+        longest = max(row["prompt_tokens"] for row in group)
+        here = [row for row in group if row["prompt_tokens"] == longest]
+        if len(here) < 2:
+            continue
+        first = here[0]
+        points = [(parse_link(row["link"]).bytes_per_s / 1e9, row["ratio"]) for row in here]
+        about = f"{first['model']}, cp {first['cp']}, ISL {tokens(longest)}:"
+        found = crossing_points(points)
+        spots = [
+            f"a ring {'wins' if above else 'loses'} from {at:.3g} GB/s on" for at, above in found
+        ]
+        if not spots:
+            low, high = min(points)[0], max(points)[0]
+            wins = "faster" if first["ratio"] >= 1 else "slower"
+            spots = [f"a ring is {wins} on all links, {low:.3g} to {high:.3g} GB/s"]
+        yield f"{about} {'; '.join(spots)}."
+
+
+def _claim(record: Record, rows: Sequence[Row]) -> None:
+    """The published gain beside what each point at its length reached."""
+    published = claim_of(CLAIM)
+    here = [row for row in rows if row["prompt_tokens"] == CLAIM_ISL]
+    if not here:
+        record.notes.append(
+            f"Claim: {published.statement} +{published.published} %; not measured, as no point of "
+            f"this run has an ISL of {tokens(CLAIM_ISL)}."
+        )
+        return
+    for row in here:
+        change = 100 * (row["ratio"] - 1)
+        record.row(
+            "claim",
+            {
+                "claim": f"+{published.published} % at ISL {tokens(CLAIM_ISL)}",
+                "measured_pct": change,
+                "fidelity": record.header.fidelity,
+                "model": row["model"],
+                "attention": row["attention"],
+                "cp": row["cp"],
+                "link": row["link"],
+                "status": status_of(published, change),
+            },
+        )
+    best = max(here, key=lambda row: row["ratio"])
+    tag = f"{best['model']} cp{best['cp']}.{best['link']}.isl{CLAIM_ISL}".replace(" ", ".")
+    pairs = zip(record.values[f"ring_s.{tag}"], record.values[f"all_gather_s.{tag}"], strict=True)
+    for ring, gather in pairs:
+        record.add(published.metric, 100 * (gather / ring - 1), unit="%", direction="higher")
+    reached = [
+        row for row in here if status_of(published, 100 * (row["ratio"] - 1)) == "reproduced"
+    ]
+    record.notes.append(
+        f"Claim: {published.statement} +{published.published} %; largest measured "
+        f"{100 * (best['ratio'] - 1):+.3g} % ({best['model']}, {best['attention']}, cp "
+        f"{best['cp']}, {best['link']}); reproduced in {len(reached)} of {len(here)} points"
+        + (": " + ", ".join(f"{r['model']} {r['link']}" for r in reached) if reached else "")
+        + "."
+    )
+
+
+def tokens(count: float) -> str:
+    """A number of tokens as people write it."""
+    for unit, size in (("M", 1 << 20), ("K", 1 << 10)):
+        if count >= size:
+            return f"{count / size:.4g}{unit}"
+    return f"{count:.0f}"

@@ -1,0 +1,266 @@
+"""`kllm bench ring-vs-allgather`: a prompt's prefill with both kinds of context parallelism.
+
+The ranks of a layout are built once and take turns: a pass over the places of the prompts as a
+ring, one with all-gather, over each link, in an order that turns round after each round. Every
+place is a real step of the engine; the time of a prompt is put together from them
+(`kllm.bench.prompt_time`).
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+from kllm.bench import ring_findings as findings
+from kllm.bench.base import Context
+from kllm.bench.prompt_time import Cost, critical_path
+from kllm.bench.record import Record
+from kllm.bench.ring_arms import GIB, Arm, both
+from kllm.bench.ring_findings import Sweep
+from kllm.bench.ring_setup import MODEL, attention_folder, cut, with_ranks
+from kllm.bench.shared_prompt import KINDS, SharedPrompt
+from kllm.config import EngineConfig
+from kllm.engine.rank_pool import RankPool, launch
+from kllm.errors import ConfigError
+from kllm.hardware import ceilings
+from kllm.models.load import ResolvedModel, resolve
+from kllm.models.shape import model_shape
+from kllm.parallel.link import Link, parse_link
+from kllm.parallel.overlap import ALL_GATHER, RING
+from kllm.parallel.stripes import Stripes
+from kllm.results.stats import median_ci, paired_ratio
+
+REAL = "real"  # the link of ranks that all run
+UNITS = {
+    "ring_tokens_per_s": "tokens/s",
+    "all_gather_tokens_per_s": "tokens/s",
+    "ring_exposed_s": "s",
+    "ring_transfer_s": "s",
+    "all_gather_exposed_s": "s",
+    "all_gather_transfer_s": "s",
+    "ring_kv_gib": "GiB",
+    "all_gather_kv_gib": "GiB",
+    "ring_peak_gib": "GiB",
+    "all_gather_peak_gib": "GiB",
+    "owner_kv_gib": "GiB",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RingVsAllGatherBench:
+    """Sweep over prompt length, context-parallel degree, link and model."""
+
+    models: Sequence[str]
+    attentions: Sequence[str] = (MODEL,)
+    isls: Sequence[int]  # prompt tokens
+    cps: Sequence[int]  # context-parallel ranks
+    links: Sequence[str]  # of rank-slices
+    chunk: int  # tokens of a step
+
+    def __post_init__(self) -> None:
+        for what, values, least in (
+            ("isl", self.isls, 1),
+            ("cp", self.cps, 2),
+            ("chunk", [self.chunk], 1),
+        ):
+            if not values or min(values) < least:
+                raise ConfigError(f"{what} must be {least} or more, got {list(values)}")
+        if not self.models or not self.links:
+            raise ConfigError("ring-vs-allgather needs a model and a link; name one of each")
+        for link in self.links:
+            parse_link(link)
+
+    @property
+    def name(self) -> str:
+        """As it is called on the command line."""
+        return "ring-vs-allgather"
+
+    def workload(self) -> Mapping[str, Any]:
+        """Options that two comparable runs share."""
+        return {
+            "models": list(self.models),
+            "attentions": list(self.attentions),
+            "isl": list(self.isls),
+            "cp": list(self.cps),
+            "links": list(self.links),
+            "chunk": self.chunk,
+        }
+
+    def measure(self, ctx: Context, record: Record) -> None:
+        """Measure each model and context-parallel degree; lengths that do not fit are marked."""
+        record.claims.append(findings.CLAIM)
+        ctx.progress("measuring this machine", 0, 1)
+        ceilings(resolve(ctx.config).device)  # predictions and the automatic choice use them
+        sliced = ctx.config.fidelity == "rank-slice"
+        record.notes += findings.conditions(sliced, ctx.config, self.chunk)
+        with nullcontext() if sliced else launch(max(self.cps)) as pool:
+            for model, attention, cp in self._layouts():
+                with attention_folder(model, attention, ctx.config.scale) as name:
+                    load = ctx.config.load if attention == MODEL else "random"
+                    config = replace(ctx.config, model=name, load=load)
+                    self._layout(ctx, record, self._config(config, cp), pool)
+
+    def _layouts(self) -> Iterator[tuple[str, str, int]]:
+        for model in self.models:
+            for attention in self.attentions:
+                for cp in self.cps:
+                    yield model, attention, cp
+
+    def _config(self, config: EngineConfig, cp: int) -> EngineConfig:
+        scheduler = replace(config.scheduler, max_batch=1, token_budget=self.chunk)
+        config = with_ranks(replace(config, scheduler=scheduler, graphs=False), cp)
+        # The pool that an engine would start with is only as large as one step.
+        return replace(cut(config), max_model_len=self.chunk)
+
+    def _layout(
+        self, ctx: Context, record: Record, config: EngineConfig, pool: RankPool | None
+    ) -> None:
+        sliced = config.fidelity == "rank-slice"
+        resolved = resolve(config)
+        cp = config.parallel.cp
+        links: dict[str, Link | None] = {REAL: None}
+        if sliced:
+            links = {name: parse_link(name, resolved.device) for name in self.links}
+            config = replace(config, link=self.links[0])
+        ctx.progress(f"{resolved.name}, cp {cp}: loading", 0, 1)
+        prompt = SharedPrompt(config, resolved, pool)
+        try:
+            arms = both(KINDS, self.isls)
+            here = 1 if sliced or resolved.device.startswith("cuda") else cp
+            most = resolved.config.max_position_embeddings
+            for arm in arms.values():
+                for isl in self.isls:
+                    if isl > most:
+                        arm.refuse(isl, f"the model has {most} positions")
+                arm.fit(prompt, sliced=sliced, ranks_here=here)
+            self._rounds(ctx, record, prompt, arms, links, f"{resolved.name} cp{cp}")
+            _report(record, _sweep(config, resolved, self.chunk), prompt, arms, self.isls, links)
+        finally:
+            prompt.close()
+
+    def _rounds(
+        self,
+        ctx: Context,
+        record: Record,
+        prompt: SharedPrompt,
+        arms: Mapping[str, Arm],
+        links: Mapping[str, Link | None],
+        title: str,
+    ) -> None:
+        steps = {kind: len(arm.places(self.chunk)) for kind, arm in arms.items()}
+        total = sum(steps.values()) * (1 + ctx.repeats * len(links))
+        done = 0
+
+        def tell(what: str) -> None:
+            nonlocal done
+            ctx.progress(f"{title}: {what}", done, total)
+            done += 1
+
+        for number in range(-1, ctx.repeats):
+            for kind in KINDS if number % 2 == 0 else KINDS[::-1]:
+                arms[kind].run(prompt, dict(links), tell, keep=number >= 0)
+            if number >= 0:
+                self._store(record, arms, links, title)
+
+    def _store(
+        self, record: Record, arms: Mapping[str, Arm], links: Mapping[str, Link | None], title: str
+    ) -> None:
+        """Keep what the latest round says of every prompt."""
+        for link in links:
+            for isl in self.isls:
+                tag = f"{title}.{link}.isl{isl}".replace(" ", ".")
+                for kind in KINDS:
+                    for cost in arms[kind].prompts(link, isl, self.chunk)[-1:]:
+                        record.add(f"{kind}_s.{tag}", cost.seconds, unit="s", direction="lower")
+
+    def conclude(self, record: Record) -> None:
+        """Say which kind is faster where, and how the published figure stands."""
+        findings.conclude(record)
+
+
+def _sweep(config: EngineConfig, resolved: ResolvedModel, chunk: int) -> Sweep:
+    shape = model_shape(resolved.family, resolved.config)
+    return Sweep(config, resolved, shape.attention, chunk)
+
+
+def _report(
+    record: Record,
+    sweep: Sweep,
+    prompt: SharedPrompt,
+    arms: Mapping[str, Arm],
+    isls: Sequence[int],
+    links: Mapping[str, Link | None],
+) -> None:
+    """Rows of everything that was measured of a layout, and of what was predicted."""
+    about = {"model": sweep.resolved.name, "cp": sweep.config.parallel.cp}
+    for isl in sorted(set(isls)):
+        record.row("memory", about | _memory(prompt, arms, isl), UNITS)
+        record.row("balance", about | _balance(prompt.stripes, isl, sweep.chunk))
+        for link in links:
+            costs = {kind: arm.prompts(link, isl, sweep.chunk) for kind, arm in arms.items()}
+            at = about | {"link": link, "prompt_tokens": isl}
+            row = {"attention": sweep.attention_names}
+            record.row("sweep", at | row | _throughput(costs, arms, isl), UNITS)
+            if any(cost.transfer_s for found in costs.values() for cost in found):
+                hidden = all(row["hidden"] for row in findings.overlap(sweep, isl, link))
+                record.row("exposure", at | _exposure(costs) | {"predicted_hidden": hidden}, UNITS)
+            if all(costs.values()):
+                seconds = {kind: _median(found, "seconds") for kind, found in costs.items()}
+                row = findings.prediction(sweep, isl, link, seconds)
+                record.row("predictions", at | row, findings.UNITS)
+    for link in links:
+        for row in findings.overlap(sweep, max(isls), link):
+            record.row("overlap", about | row, findings.UNITS)
+    if record.ok_rows("sweep"):
+        record.notes.append(findings.predicted_crossings(sweep, max(isls), next(iter(links))))
+
+
+def _median(costs: Sequence[Cost], name: str) -> float:
+    return float(median_ci([getattr(cost, name) for cost in costs])[0])
+
+
+def _memory(prompt: SharedPrompt, arms: Mapping[str, Arm], isl: int) -> dict[str, Any]:
+    """KV of the prompt, and the most that it and a step's tensors took together."""
+    row: dict[str, Any] = {"prompt_tokens": isl}
+    row |= {f"{kind}_kv_gib": prompt.need(kind, isl).typical / GIB for kind in arms}
+    for kind, arm in arms.items():
+        costs = [cost for link in arm.rounds for cost in arm.prompts(link, isl, prompt.chunk)]
+        peak = prompt.need(kind, isl).typical + max((c.passing_bytes for c in costs), default=0)
+        row[f"{kind}_peak_gib"] = peak / GIB if costs else None
+    return row | {"owner_kv_gib": prompt.need(RING, isl).owner / GIB}
+
+
+def _throughput(
+    costs: Mapping[str, Sequence[Cost]], arms: Mapping[str, Arm], isl: int
+) -> dict[str, Any]:
+    """Cells of one point; those of a kind that could not run stay empty."""
+    row: dict[str, Any] = {
+        f"{kind}_tokens_per_s": isl / _median(found, "seconds") if found else None
+        for kind, found in costs.items()
+    }
+    if not all(costs.values()):
+        reasons = dict.fromkeys(arm.refused[isl] for arm in arms.values() if isl in arm.refused)
+        return row | {"ratio": None, "state": "failed", "reason": "; ".join(reasons)}
+    # The throughput of a ring over that of all-gather: their times the other way round.
+    ratio, interval = paired_ratio(
+        [cost.seconds for cost in costs[RING]], [cost.seconds for cost in costs[ALL_GATHER]]
+    )
+    row["ratio"] = ratio
+    if interval:
+        row |= {"ratio_lo": interval[0], "ratio_hi": interval[1]}
+    return row | {"state": "ok"}
+
+
+def _exposure(costs: Mapping[str, Sequence[Cost]]) -> dict[str, Any]:
+    """Seconds that transfers of the context-parallel group take, and those that are waited for."""
+    row: dict[str, Any] = {}
+    for kind, found in costs.items():
+        transfer = _median(found, "transfer_s") if found else None
+        exposed = _median(found, "exposed_s") if found else None
+        row |= {f"{kind}_transfer_s": transfer, f"{kind}_exposed_s": exposed}
+        row[f"{kind}_exposed_share"] = exposed / transfer if exposed and transfer else None
+    return row
+
+
+def _balance(stripes: Stripes, isl: int, chunk: int) -> dict[str, Any]:
+    return {"prompt_tokens": isl, "critical_path_over_mean": critical_path(isl, chunk, stripes)}
