@@ -2,15 +2,16 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 import torch
 
 from kllm import env, hardware
-from kllm.errors import DataError
+from kllm.errors import CapacityError, DataError
 from kllm.hardware import measured as module
-from kllm.hardware.links import SIZES, measure_links
+from kllm.hardware.links import COLLECTIVES, GPU_SIZES, LinkCeilings, measure_links
 
 
 @pytest.fixture
@@ -134,5 +135,46 @@ def test_links_get_faster_with_size() -> None:
     if torch.cuda.device_count() < 2:
         pytest.skip("needs two NVIDIA GPUs")
     found = measure_links()
-    assert len(found.send_s) == len(SIZES)
-    assert found.bytes_per_s > 10 * (SIZES[0] / found.send_s[0])
+    for points in found.curves.values():
+        assert len(points) == len(GPU_SIZES)
+        (small, first_s), (large, last_s) = points[0], points[-1]
+        assert large / last_s > 10 * small / first_s
+
+
+def test_links_between_processes_are_measured_by_collective_and_size() -> None:
+    sizes = (1 << 12, 1 << 20)
+    found = measure_links("cpu", sizes)
+    assert (found.ranks, found.backend) == (2, "gloo")
+    assert set(found.curves) == set(COLLECTIVES)
+    for points in found.curves.values():
+        assert [sent for sent, _ in points] == list(sizes), "each sends what was asked for"
+        assert all(seconds > 0 for _, seconds in points)
+    assert found.latency_s == found.curves["ring_shift"][0][1]
+    assert LinkCeilings.from_json(json.loads(json.dumps(asdict(found)))) == found
+
+
+def test_one_gpu_has_no_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    with pytest.raises(CapacityError, match="this machine has 1"):
+        measure_links("cuda")
+
+
+@pytest.mark.usefixtures("quick")
+def test_links_are_measured_when_asked_for_and_stay_in_the_cache(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    points = ((4096.0, 1e-5), (65536.0, 2e-5))
+    found = LinkCeilings(ranks=2, backend="gloo", curves=dict.fromkeys(COLLECTIVES, points))
+    measured: list[str] = []
+
+    def measure(kind: str) -> LinkCeilings:
+        measured.append(kind)
+        return found
+
+    monkeypatch.setattr(module, "measure_links", measure)
+    assert hardware.ceilings("cpu").links is None
+    assert hardware.ceilings("cpu", links=True).links == found
+    assert hardware.ceilings("cpu").links == found
+    assert measured == ["cpu"]
+    assert hardware.ceilings("cpu", fresh=True).links == found
+    assert measured == ["cpu", "cpu"]

@@ -5,11 +5,11 @@ the link that was measured on this machine (`rank-slice`), taking turns where th
 both. Without a second device the slice is compared with the cost model (`modelled`).
 """
 
+import contextlib
 import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -37,6 +37,7 @@ WORKING_BYTES = 6 << 30  # of KV, activations and libraries beside the weights o
 SHARE_OF_BOTH = 0.9  # of a device, when both sides lie on it
 # What a layout may fail with, here or on its ranks; the others go on.
 FAILURES = (KllmError, RuntimeError, MemoryError, AssertionError)
+LOAD = FidelityLoad(isl=8192, osl=32, requests=8)
 EXPERT_BACKENDS = ("deep_ep", "all_to_all", "all_gather")
 
 Values = Mapping[str, Sequence[float]]  # repeats by the names of UNITS
@@ -67,7 +68,7 @@ def default_load(small: bool) -> tuple[FidelityLoad, int]:
     """Requests and the tokens of a step: seconds for a run, prompts of several chunks."""
     if small:
         return FidelityLoad(isl=64, osl=16, requests=4), 64
-    return FidelityLoad(isl=8192, osl=32, requests=8), 4096
+    return LOAD, 4096
 
 
 def scale_for_both(config: EngineConfig) -> str:
@@ -90,7 +91,7 @@ class FidelityBench:
     world: int = 2
     layouts: Sequence[ParallelConfig] = ()  # empty: one of each kind
     pairs: Sequence[Pair] = (SLICE_OF_REAL,)
-    load: FidelityLoad = FidelityLoad(isl=8192, osl=32, requests=8)
+    load: FidelityLoad = LOAD
     limit_s: float = 0.0  # begin nothing further after this; 0: no limit
 
     def __post_init__(self) -> None:
@@ -159,9 +160,9 @@ class FidelityBench:
         return bool(self.limit_s) and time.monotonic() - begin_s > self.limit_s
 
     def _failed(self, record: Record, layout: ParallelConfig, reason: str) -> None:
-        for estimate, truth in self.pairs:
-            row = {"layout": short_name(layout), "estimate": estimate, "against": truth}
-            record.row("errors", row | {"state": "failed", "reason": reason})
+        for pair in self.pairs:
+            row = {"layout": short_name(layout), "state": "failed", "reason": reason}
+            record.row(series_of(pair), row)
 
     def _layout(
         self,
@@ -204,10 +205,9 @@ class FidelityBench:
         if SLICE_OF_REAL in self.pairs:
             wanted.insert(0, "real")
         if len(wanted) == 2 and holds_both(ctx.config, layout):
-            try:
+            with contextlib.suppress(CapacityError, torch.OutOfMemoryError):
                 return self._run(ctx, layout, wanted, ranks)
-            except (CapacityError, torch.OutOfMemoryError):
-                _free()  # they fit one after the other, perhaps
+            _free()  # they fit one after the other, perhaps
         values: dict[Fidelity, Values] = {}
         pool_tokens = 0
         for fidelity in wanted:
@@ -292,12 +292,11 @@ class FidelityBench:
         try:
             moved = measure_transfers(kind, sizes)
         except FAILURES as error:
-            row = {"state": "failed", "reason": one_line(error)}
-            record.row("transfers", row)
+            record.row("transfers", {"state": "failed", "reason": one_line(error)})
             return
         for one in moved:
             rate = one.nbytes / one.seconds
-            row = {
+            row: dict[str, Any] = {
                 "what": one.what,
                 "way": one.way,
                 "fidelity": "real",
@@ -314,22 +313,22 @@ class FidelityBench:
 
     def conclude(self, record: Record) -> None:
         """Name the layouts whose estimates are too far off."""
-        rows = record.ok_rows("errors")
-        if not rows:
-            record.verdict = "No layout could be compared."
-            return
-        record.verdict = " ".join(_verdict(rows, pair) for pair in self.pairs)
-        failed = [row["layout"] for row in record.rows["errors"] if row["state"] == "failed"]
-        good = [
-            name
-            for name in dict.fromkeys(row["layout"] for row in rows)
-            if all(_within(row) for row in rows if row["layout"] == name)
+        record.verdict = " ".join(_verdict(record, pair) for pair in self.pairs)
+        pair = self.pairs[0]
+        good, beyond = _split(record.ok_rows(series_of(pair)))
+        every = record.rows.get(series_of(pair), [])
+        failed = list(dict.fromkeys(row["layout"] for row in every if row["state"] == "failed"))
+        parts = [
+            f"{' of '.join(pair)} is within the limits for {', '.join(good) or 'no layout'}",
+            *([f"beyond them for {', '.join(beyond)}"] if beyond else []),
+            *([f"not compared for {', '.join(failed)}"] if failed else []),
         ]
-        names = ", ".join(good) if good else "no layout"
-        record.boundary = f"Estimates can be relied on, within these limits, for {names}"
-        if failed:
-            record.boundary += f"; not compared: {', '.join(dict.fromkeys(failed))}"
-        record.boundary += "."
+        record.boundary = "; ".join(parts) + "."
+
+
+def series_of(pair: Pair) -> str:
+    """The series that holds a pair's values, one column for each fidelity, and errors."""
+    return f"{pair[0]} of {pair[1]}"
 
 
 def holds_both(config: EngineConfig, layout: ParallelConfig) -> bool:
@@ -343,7 +342,7 @@ def holds_both(config: EngineConfig, layout: ParallelConfig) -> bool:
     return 2 * side <= SHARE_OF_BOTH * free_bytes(device)
 
 
-@contextmanager
+@contextlib.contextmanager
 def _open(
     config: EngineConfig,
     layout: ParallelConfig,
@@ -377,33 +376,33 @@ def _compare(
         one, other = (statistics.median(values[side][what]) for side in pair)
         row = {
             "layout": short_name(layout),
-            "quantity": what,
-            "estimate": estimate,
-            "value": one,
-            "against": truth,
-            "its_value": other,
+            "quantity": what.replace("tokens_per_s", "tokens/s").replace("_", " "),
+            estimate: one,
+            truth: other,
             "error_percent": (one / other - 1) * 100,
             "limit_percent": MEMORY_LIMIT if what == MEMORY else TIME_LIMIT,
             "state": "ok",
         }
-        record.row("errors", row, {"error_percent": "%", "limit_percent": "%"})
+        record.row(series_of(pair), row, {"error_percent": "%", "limit_percent": "%"})
 
 
-def _within(row: Mapping[str, Any]) -> bool:
-    return bool(abs(row["error_percent"]) <= row["limit_percent"])
-
-
-def _verdict(rows: Sequence[Mapping[str, Any]], pair: Pair) -> str:
-    estimate, truth = pair
-    mine = [r for r in rows if r["estimate"] == estimate and r["against"] == truth]
-    title = f"{estimate} against {truth}"
-    if not mine:
-        return f"{title}: no layout could be compared."
+def _split(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], dict[str, list[str]]]:
+    """Layouts that are within the limits, and what of the others is not."""
     beyond: dict[str, list[str]] = {}
-    for row in mine:
-        if not _within(row):
+    for row in rows:
+        if abs(row["error_percent"]) > row["limit_percent"]:
             text = f"{row['quantity']} {row['error_percent']:+.1f} %"
             beyond.setdefault(row["layout"], []).append(text)
+    names = dict.fromkeys(row["layout"] for row in rows)
+    return [name for name in names if name not in beyond], beyond
+
+
+def _verdict(record: Record, pair: Pair) -> str:
+    title = f"{pair[0]} against {pair[1]}"
+    rows = record.ok_rows(series_of(pair))
+    if not rows:
+        return f"{title}: no layout could be compared."
+    _, beyond = _split(rows)
     limits = f"{TIME_LIMIT:.0f} % in time and {MEMORY_LIMIT:.0f} % in memory"
     if not beyond:
         return f"{title}: all layouts within {limits}."

@@ -74,6 +74,19 @@ def test_a_collective_takes_latency_and_bytes_over_bandwidth(
     assert comm.busy_s == pytest.approx(LINK.latency_s + floats)
 
 
+@pytest.mark.parametrize(("name", "call", "floats"), CALLS, ids=[name for name, _, _ in CALLS])
+def test_a_collective_takes_the_time_that_was_measured_for_it(
+    name: str, call: Callable[[Communicator], object], floats: float
+) -> None:
+    clock = Clock()
+    comm = emulated(4, clock)
+    # Straight lines through the origin: twice as long as the bytes of this collective alone.
+    curves = {each: ((1.0, 7.0), (1e6, 7e6)) for each, _, _ in CALLS}
+    comm.link = replace(LINK, curves=curves | {name: ((1.0, 2.0), (1e6, 2e6))})
+    call(comm).wait()  # type: ignore[attr-defined]
+    assert clock.now == pytest.approx(100 + 2 * 4 * floats)
+
+
 def test_what_arrives_counts_when_more_arrives_than_leaves() -> None:
     comm = emulated(2)
     comm.all_to_all(torch.empty(9, 1), torch.ones(3, 1), [2, 7], [2, 1])
@@ -97,6 +110,23 @@ def test_computation_hides_a_transfer() -> None:
     clock.sleep(50)
     handle.wait()
     assert clock.now == 150
+
+
+def test_the_part_of_a_transfer_that_is_waited_for_is_exposed() -> None:
+    clock = Clock()
+    comm = emulated(2, clock)
+    comm.ring_shift(torch.empty(2), torch.ones(2)).wait()
+    assert comm.take_exposed_s() == 0, "not watched"
+    comm.watched = True
+    for computing in (1.0, 2.5, 50.0):
+        handle = comm.ring_shift(torch.empty(2), torch.ones(2))
+        clock.sleep(computing)
+        handle.wait()
+    assert comm.take_exposed_s() == pytest.approx((3 - 1) + (3 - 2.5) + 0)
+    assert comm.take_exposed_s() == 0, "each moment counts once"
+    comm.link = Link(latency_s=7.0, bytes_per_s=4.0)
+    comm.ring_shift(torch.empty(2), torch.ones(2)).wait()
+    assert comm.take_exposed_s() == pytest.approx(9)
 
 
 def test_receive_buffers_are_filled_from_local_data() -> None:

@@ -1,8 +1,12 @@
 """What a collective puts on a link, against a ring played step by step."""
 
+from dataclasses import replace
+
 import pytest
 
 from kllm.errors import ConfigError
+from kllm.hardware import Ceilings
+from kllm.hardware.links import COLLECTIVES, LinkCeilings
 from kllm.parallel.link import (
     LINKS,
     Link,
@@ -10,6 +14,10 @@ from kllm.parallel.link import (
     all_reduce_bytes,
     parse_link,
     reduce_scatter_bytes,
+)
+
+FOUND = Ceilings(
+    device="cpu", copy_bytes_per_s=1.0, read_bytes_per_s=1.0, matmul_flops_per_s={}, launch_s=1.0
 )
 
 
@@ -29,6 +37,64 @@ def test_ring_collectives_send_what_a_played_ring_sends(ranks: int) -> None:
 
 def test_time_is_latency_and_bytes_over_bandwidth() -> None:
     assert Link(latency_s=1e-5, bytes_per_s=1e9).seconds(2e6) == pytest.approx(2.01e-3)
+
+
+CURVES = {
+    "ring_shift": ((1e3, 1e-5), (1e5, 1e-4)),
+    "all_reduce": ((1e3, 4e-5), (1e5, 4e-4)),
+}
+BY_CURVES = Link(latency_s=1e-5, bytes_per_s=1e9, curves=CURVES)
+
+
+@pytest.mark.parametrize(
+    ("sent", "seconds"),
+    [
+        (1e3, 1e-5),
+        (1e5, 1e-4),
+        (1e4, 1e-5 * 10**0.5),  # half of the way in both logarithms
+        (10.0, 1e-5),  # less than was measured takes as long as the least
+        (0.0, 1e-5),
+        (1e6, 1e-3),  # beyond, at the bandwidth of the largest
+    ],
+)
+def test_a_measured_link_interpolates_between_sizes(sent: float, seconds: float) -> None:
+    assert BY_CURVES.seconds(sent, "ring_shift") == pytest.approx(seconds)
+
+
+def test_each_collective_has_its_own_time() -> None:
+    assert BY_CURVES.seconds(1e4, "all_reduce") == 4 * BY_CURVES.seconds(1e4, "ring_shift")
+    for hop in ("send", "receive"):
+        assert BY_CURVES.seconds(1e4, hop) == BY_CURVES.seconds(1e4, "ring_shift")
+    assert BY_CURVES.seconds(1e4, "all_gather") == pytest.approx(2e-5), "the two numbers"
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_larger_groups_take_the_time_of_the_ring_algorithms_bytes(ranks: int) -> None:
+    """Measured among two; a buffer that sends as much as was measured takes as long."""
+    buffer = 1e5 * ranks / (2 * (ranks - 1))
+    sent = all_reduce_bytes(buffer, ranks)
+    assert BY_CURVES.seconds(sent, "all_reduce") == pytest.approx(4e-4)
+    whole = BY_CURVES.seconds(all_reduce_bytes(1e8, ranks), "all_reduce")
+    pair = BY_CURVES.seconds(all_reduce_bytes(1e8, 2), "all_reduce")
+    assert whole / pair == pytest.approx(2 * (ranks - 1) / ranks)
+
+
+def test_the_measured_link_is_the_one_in_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    curves = dict.fromkeys(COLLECTIVES, CURVES["ring_shift"])
+    links = LinkCeilings(ranks=2, backend="gloo", curves=curves)
+    monkeypatch.setattr("kllm.hardware.cached_ceilings", lambda device: replace(FOUND, links=links))
+    link = parse_link("measured", "cpu")
+    assert (link.latency_s, link.bytes_per_s) == (1e-5, pytest.approx(1e9))
+    assert link.seconds(1e4, "all_to_all") == pytest.approx(1e-5 * 10**0.5)
+
+
+@pytest.mark.parametrize("found", [True, False])
+def test_a_link_that_was_not_measured_is_a_sentence(
+    found: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kllm.hardware.cached_ceilings", lambda device: FOUND if found else None)
+    with pytest.raises(ConfigError, match="kllm doctor --links"):
+        parse_link("measured", "cpu")
 
 
 def test_links_are_read_by_name_or_as_two_numbers() -> None:

@@ -1,0 +1,227 @@
+"""Comparing fidelities: what is run, what is computed, and what is said about the difference."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kllm.bench import fidelity
+from kllm.bench.base import Context
+from kllm.bench.fidelity import (
+    MODEL_OF_SLICE,
+    SLICE_OF_REAL,
+    FidelityBench,
+    layouts_of,
+    one_line,
+    pairs_for,
+    scale_for_both,
+)
+from kllm.bench.fidelity_model import LayoutModel
+from kllm.bench.fidelity_sides import UNITS, FidelityLoad
+from kllm.bench.fidelity_transfer import measure_transfers
+from kllm.bench.record import Record, Subject
+from kllm.bench.run import run_bench
+from kllm.config import EngineConfig, ParallelConfig, SchedulerConfig
+from kllm.errors import ConfigError, WorkerError
+from kllm.hardware import Ceilings
+from kllm.hardware.links import COLLECTIVES, LinkCeilings
+from kllm.models.load import resolve
+from kllm.parallel.layout import parse
+from kllm.parallel.link import Link
+from kllm.results.schema import RunResult
+
+POINTS = ((4096.0, 1e-4), (1e6, 1e-3))
+CEILINGS = Ceilings(
+    device="cpu",
+    copy_bytes_per_s=1e10,
+    read_bytes_per_s=1e10,
+    matmul_flops_per_s={"float32": 1e11},
+    launch_s=1e-6,
+    links=LinkCeilings(ranks=2, backend="gloo", curves=dict.fromkeys(COLLECTIVES, POINTS)),
+)
+TINY = EngineConfig(
+    model="deepseek-v4", scale="tiny", device="cpu", scheduler=SchedulerConfig(token_budget=32)
+)
+LOAD = FidelityLoad(isl=24, osl=8, requests=2)
+NO_LINK = Link(latency_s=0.0, bytes_per_s=1e30)
+
+
+@pytest.fixture(autouse=True)
+def measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fidelity, "ceilings", lambda device, links=False: CEILINGS)
+    monkeypatch.setattr("kllm.hardware.cached_ceilings", lambda device: CEILINGS)
+
+
+def rows(result: RunResult, series: str) -> list[dict[str, Any]]:
+    found = result.find_series(series)
+    assert found is not None
+    names = [column.name for column in found.columns]
+    return [dict(zip(names, row, strict=True)) for row in found.rows or ()]
+
+
+def test_real_ranks_slice_and_model_are_compared_in_one_result(tmp_path: Path) -> None:
+    """One layout that runs, and one that the model does not allow: marked, and the rest goes on."""
+    bench = FidelityBench(
+        layouts=(parse("tp=3"), parse("dp=2,ep=2")),
+        pairs=(SLICE_OF_REAL, MODEL_OF_SLICE),
+        load=LOAD,
+    )
+    result, _ = run_bench(bench, Context(config=TINY, repeats=2), tmp_path)
+    assert result.fidelity == "modelled", "the weakest of those inside"
+    for estimate, truth in bench.pairs:
+        failed, *good = rows(result, f"{estimate} of {truth}")
+        assert (failed["layout"], failed["state"]) == ("tp3", "failed")
+        assert "tp 3" in failed["reason"]
+        assert {row["layout"] for row in good} == {"dp2+ep2"}
+        assert len(good) == len(UNITS) - 1, "memory is not counted on a CPU"
+        for row in good:
+            assert row["error_percent"] == pytest.approx((row[estimate] / row[truth] - 1) * 100)
+    for side in ("real", "rank-slice"):
+        assert len(result.metrics[f"decode_step_ms.dp2+ep2.{side}"].values) == 2
+    assert result.metrics["decode_step_ms.dp2+ep2.modelled"].sample == "exact"
+    moved = rows(result, "transfers")
+    assert len(moved) == 4
+    for row in moved:
+        assert row["achieved_over_link"] == pytest.approx(row["gbytes_per_s"] / 1e-9 / 1e18)
+    assert any("DeepEP was not measured: deep_ep is not installed" in n for n in result.notes)
+    assert any("share the cores" in note for note in result.notes)
+    assert result.boundary is not None
+    assert "not compared for tp3" in result.boundary
+
+
+def test_nothing_is_begun_after_the_limit(tmp_path: Path) -> None:
+    bench = FidelityBench(pairs=(SLICE_OF_REAL,), load=LOAD, limit_s=1e-9)
+    result, _ = run_bench(bench, Context(config=TINY, repeats=1), tmp_path)
+    found = rows(result, "rank-slice of real")
+    assert [row["layout"] for row in found] == [
+        *("tp2", "dp2+ep2", "cp2 ring", "cp2 all-gather", "pp2")
+    ]
+    assert {row["reason"] for row in found} == {"not begun within 0 s"}
+    assert result.verdict == "rank-slice against real: no layout could be compared."
+    assert result.fidelity == "rank-slice"
+
+
+def verdict(tmp_path: Path, errors: dict[str, float]) -> Record:
+    record = Record(Subject(name="n", model="m", scale="tiny", dtype="float32"), tmp_path)
+    for what, error in errors.items():
+        layout, quantity = what.split(":")
+        limit = 3.0 if "gib" in quantity else 10.0
+        row = {"layout": layout, "quantity": quantity, "state": "ok"}
+        record.row("rank-slice of real", row | {"error_percent": error, "limit_percent": limit})
+    FidelityBench(pairs=(SLICE_OF_REAL,)).conclude(record)
+    return record
+
+
+def test_the_verdict_names_what_is_beyond_the_limits(tmp_path: Path) -> None:
+    record = verdict(tmp_path, {"tp2:ttft ms": -9.0, "pp2:ttft ms": -11.0, "pp2:peak gib": 3.5})
+    assert record.verdict == (
+        "rank-slice against real: beyond 10 % in time and 3 % in memory: "
+        "pp2 (ttft ms -11.0 %, peak gib +3.5 %)."
+    )
+    assert (
+        record.boundary == "rank-slice of real is within the limits for tp2; beyond them for pp2."
+    )
+
+
+def test_the_verdict_says_when_all_is_well(tmp_path: Path) -> None:
+    record = verdict(tmp_path, {"tp2:ttft ms": 10.0, "tp2:peak gib": -3.0})
+    assert record.verdict == (
+        "rank-slice against real: all layouts within 10 % in time and 3 % in memory."
+    )
+
+
+def test_what_is_compared_depends_on_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pairs_for("cpu", 2) == (SLICE_OF_REAL, MODEL_OF_SLICE)
+    for devices, expected in ((1, MODEL_OF_SLICE), (2, SLICE_OF_REAL)):
+        monkeypatch.setattr("torch.cuda.device_count", lambda devices=devices: devices)
+        assert pairs_for("cuda:0", 2) == (expected,)
+
+
+def test_auto_is_tiny_on_a_cpu_and_what_is_asked_for_stays() -> None:
+    assert scale_for_both(replace(TINY, scale="auto")) == "tiny"
+    assert scale_for_both(replace(TINY, scale="layers:4")) == "layers:4"
+
+
+def model(layout: ParallelConfig, link: Link = NO_LINK, name: str = "deepseek-v4") -> LayoutModel:
+    config = replace(TINY, model=name, scale="full", load="random", parallel=layout)
+    return LayoutModel(resolved=resolve(config), layout=layout, ceilings=CEILINGS, link=link)
+
+
+@pytest.mark.parametrize("text", ["tp=2", "cp=2,cp_kind=all_gather"])
+def test_without_transfers_two_ranks_halve_a_prefill(text: str) -> None:
+    """Many tokens: operations decide, and these are divided."""
+    one = model(ParallelConfig()).prefill_s(4096, 4096)
+    assert model(parse(text)).prefill_s(4096, 4096) == pytest.approx(one / 2, rel=0.02)
+
+
+def test_a_pipeline_of_two_fills_and_drains() -> None:
+    one = model(ParallelConfig()).prefill_s(4096, 0)
+    two = model(parse("pp=2")).prefill_s(4096, 0)
+    # Two micro-batches take three rounds of a quarter of the work each.
+    assert two == pytest.approx(one * 3 / 4, rel=0.05)
+    decode = model(ParallelConfig()).decode_s(8, 512)
+    assert model(parse("pp=2")).decode_s(8, 512) == pytest.approx(decode)
+
+
+def test_spread_experts_are_read_once_by_their_ranks_together() -> None:
+    """Two groups of eight tokens each: a rank reads half of what sixteen tokens touch."""
+    alone = model(ParallelConfig()).decode_s(16, 512)
+    spread = model(parse("dp=2,ep=2")).decode_s(8, 512)
+    both = model(ParallelConfig(dp=2)).decode_s(8, 512)
+    assert alone / 2 < spread < both
+
+
+def test_transfers_come_on_top() -> None:
+    slow = Link(latency_s=1e-3, bytes_per_s=1e30)
+    layout = parse("tp=2")
+    added = model(layout, slow).decode_s(4, 64) - model(layout).decode_s(4, 64)
+    # The embedding, two sums a layer, the gathered logits.
+    layers = model(layout).resolved.config.num_hidden_layers
+    assert added == pytest.approx((2 * layers + 2) * 1e-3)
+
+
+def test_a_modelled_run_adds_up() -> None:
+    load = FidelityLoad(isl=64, osl=5, requests=4)
+    found = model(parse("tp=2")).values(load, token_budget=32, pool_tokens=1024)
+    total_s = load.requests * load.osl / found["output_tokens_per_s"]
+    prefill_s = 8 * found["prefill_step_ms"] / 1e3
+    assert total_s == pytest.approx(prefill_s + 4 * found["decode_step_ms"] / 1e3)
+    # The mean request waits for 2.5 of 4 prompts, and ends with all the others.
+    assert found["ttft_ms"] == pytest.approx(prefill_s * 1e3 * 2.5 / 4)
+    assert found["ttft_ms"] + 4 * found["tpot_ms"] == pytest.approx(total_s * 1e3)
+
+
+def test_buffers_move_between_processes_both_ways() -> None:
+    moved = measure_transfers("cpu", {"kv": 1000, "weights": 1 << 40})
+    assert [(m.what, m.way) for m in moved] == [
+        (what, way) for what in ("kv", "weights") for way in ("gloo send", "shared memory copy")
+    ]
+    assert moved[0].nbytes == 1000
+    assert moved[2].nbytes == 16 << 20, "cut"
+    assert all(m.seconds > 0 for m in moved)
+
+
+@pytest.mark.parametrize(
+    ("error", "text"),
+    [
+        (WorkerError("rank 1 died\nsome trace"), "rank 1 died"),
+        (RuntimeError("CUDA error: launch\nmore"), "RuntimeError: CUDA error: launch"),
+        (AssertionError(), "AssertionError: AssertionError"),
+    ],
+)
+def test_an_error_becomes_one_line(error: Exception, text: str) -> None:
+    assert one_line(error) == text
+
+
+def test_bad_options_are_a_sentence() -> None:
+    with pytest.raises(ConfigError, match="2 ranks or more"):
+        FidelityBench(world=1)
+    with pytest.raises(ConfigError, match="pair"):
+        FidelityBench(pairs=())
+    with pytest.raises(ConfigError, match="at least 1 prompt and 2 output"):
+        FidelityBench(load=FidelityLoad(isl=4, osl=1, requests=1))
+
+
+def test_layouts_have_as_many_ranks_as_asked_for() -> None:
+    assert {layout.world for layout in layouts_of(4)} == {4}
