@@ -19,7 +19,7 @@ from kllm.bench.fidelity import (
 )
 from kllm.bench.fidelity_model import LayoutModel
 from kllm.bench.fidelity_sides import UNITS, FidelityLoad
-from kllm.bench.fidelity_transfer import measure_transfers
+from kllm.bench.fidelity_transfer import Moved, measure_transfers
 from kllm.bench.record import Record, Subject
 from kllm.bench.run import run_bench
 from kllm.config import EngineConfig, ParallelConfig, SchedulerConfig
@@ -60,8 +60,15 @@ def rows(result: RunResult, series: str) -> list[dict[str, Any]]:
     return [dict(zip(names, row, strict=True)) for row in found.rows or ()]
 
 
-def test_real_ranks_slice_and_model_are_compared_in_one_result(tmp_path: Path) -> None:
+def test_real_ranks_slice_and_model_are_compared_in_one_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """One layout that runs, and one that the model does not allow: marked, and the rest goes on."""
+
+    def moves(kind: str, sizes: dict[str, int]) -> list[Moved]:
+        return [Moved(what, kind, size, size / 0.5e9) for what, size in sizes.items()]
+
+    monkeypatch.setattr(fidelity, "measure_transfers", moves)
     bench = FidelityBench(
         layouts=(parse("tp=3"), parse("dp=2,ep=2")),
         pairs=(SLICE_OF_REAL, MODEL_OF_SLICE),
@@ -81,9 +88,8 @@ def test_real_ranks_slice_and_model_are_compared_in_one_result(tmp_path: Path) -
         assert len(result.metrics[f"decode_step_ms.dp2+ep2.{side}"].values) == 2
     assert result.metrics["decode_step_ms.dp2+ep2.modelled"].sample == "exact"
     moved = rows(result, "transfers")
-    assert len(moved) == 4
-    for row in moved:
-        assert row["achieved_over_link"] == pytest.approx(row["gbytes_per_s"] / 1e-9 / 1e18)
+    assert [row["what"] for row in moved] == ["a request's KV", "a rank's weights"]
+    assert [row["achieved_over_link"] for row in moved] == pytest.approx([0.5, 0.5]), "of 1 GB/s"
     assert any("DeepEP was not measured: deep_ep is not installed" in n for n in result.notes)
     assert any("share the cores" in note for note in result.notes)
     assert result.boundary is not None
