@@ -89,7 +89,7 @@ class TpVsDpBench:
             CapacityError: when a layout does not fit the device.
         """
         ctx = replace(ctx, config=self._prepared(ctx.config))
-        published.record_published(record)
+        published.record_published(record, published.QUOTED)
         together = is_small(ctx.config.scale, resolve(ctx.config).device)
         record.notes += _notes(ctx.config, self.world, together=together)
         runner = Runner(
@@ -243,29 +243,17 @@ class TpVsDpBench:
             assert change is not None
             where = f"{here}, {row['in_flight']} in flight, ISL {isl}, OSL {self.osl}"
             published.record_claim(record, published.TTFT_CLAIM, change, header.fidelity, where)
-            sentences.append(analysis.load_sentence(isl, row))
+            sentences.append(analysis.load_sentence(isl, row, change))
         record.verdict = " ".join(sentences)
-        record.boundary = self._boundary(record, sweeps)
-
-    def _boundary(
-        self, record: Record, sweeps: Mapping[int, Sequence[Mapping[str, Any]]]
-    ) -> str | None:
-        said = []
         full = {row["prompt_tokens"]: row for row in record.rows.get("kv", [])}
-        for isl, rows in sweeps.items():
-            if len(rows) > 1:
-                said += [
-                    analysis.crossover_sentence(isl, metric, analysis.gain_rows(rows, metric))
-                    for metric in analysis.COMPARED
-                ]
-            if rows and isl in full:
-                said.append(
-                    analysis.full_sentence(
-                        isl, full[isl]["tp_full_from"], full[isl]["dp_full_from"], rows
-                    )
-                )
-        said += analysis.skew_sentences(record.rows.get("skew", []))
-        return "; ".join(said) + "." if said else None
+        bounds = [
+            analysis.boundary_sentence(isl, rows, full.get(isl))
+            for isl, rows in sweeps.items()
+            if rows
+        ]
+        record.boundary = " ".join(bounds) or None
+        if skew := analysis.skew_sentence(record.rows.get("skew", [])):
+            record.notes.append(skew)
 
 
 def _skew_rows(found: Found, points: Sequence[Point]) -> Iterator[dict[str, Any]]:

@@ -66,28 +66,19 @@ def gain_rows(rows: Sequence[Mapping[str, Any]], metric: str) -> list[dict[str, 
     ]
 
 
-def crossover_sentence(isl: int, metric: str, gains: Sequence[Mapping[str, float]]) -> str:
-    """Where one metric changes sides at one context length, or that it does not in the range."""
+def crossover_clause(metric: str, gains: Sequence[Mapping[str, float]]) -> str:
+    """Where one metric changes sides along a sweep, or that it does not in the range."""
     _, label, _ = COMPARED[metric]
     xs = [row["in_flight"] for row in gains]
     ys = [row[gain_column(metric)] for row in gains]
     found = crossings(xs, ys)
     if not found:
         better = "neither" if not any(ys) else ("request-DP" if sum(ys) > 0 else "TP")
-        return (
-            f"ISL {isl}: {label} has no crossover from {min(xs):g} to {max(xs):g} in flight, "
-            f"{better} is better throughout"
-        )
-    first = "TP" if found[0].dp_above else "request-DP"
-    other = "request-DP" if found[0].dp_above else "TP"
-    text = (
-        f"ISL {isl}: {label} is better with {first} below {found[0].at:.3g} in flight and with "
-        f"{other} above"
-    )
-    if len(found) > 1:
-        later = ", ".join(f"{crossing.at:.3g}" for crossing in found[1:])
-        text += f", and changes sides again at {later}"
-    return text
+        return f"{label} is better with {better} throughout, no crossover"
+    first, other = ("TP", "request-DP") if found[0].dp_above else ("request-DP", "TP")
+    text = f"{label} is better with {first} below {found[0].at:.3g} and with {other} above"
+    later = ", ".join(f"{crossing.at:.3g}" for crossing in found[1:])
+    return f"{text}, changing sides again at {later}" if later else text
 
 
 def full_from(pool_tokens: int, owners: int, page_size: int, tokens: int) -> int:
@@ -101,27 +92,38 @@ def full_from(pool_tokens: int, owners: int, page_size: int, tokens: int) -> int
     return owners * (pool_tokens // page_size // pages) + 1
 
 
-def full_sentence(isl: int, tp_from: int, dp_from: int, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Where requests queue for KV, and what that does to TTFT."""
-    most = max(row["in_flight"] for row in rows)
-    text = (
-        f"ISL {isl}: TP's KV pool is full and requests queue from {tp_from} in flight, "
-        f"request-DP's from {dp_from}"
-    )
-    if tp_from > most:
-        return f"{text}; neither is reached in the range (to {most})"
-    change = change_pct(rows[-1]["tp_ttft_ms"], rows[-1]["dp_ttft_ms"])
-    return f"{text}; at {most} mean TTFT changes by {change:+.1f} % with request-DP"
+def full_clause(tp_from: int, dp_from: int, rows: Sequence[Mapping[str, Any]]) -> str:
+    """Where requests queue for KV, and what request-DP does for TTFT there."""
+    text = f"the KV pool is full from {tp_from} with TP and from {dp_from} with request-DP"
+    full = [row for row in rows if row["in_flight"] >= tp_from]
+    if not full:
+        return f"{text}, beyond the range"
+    change = change_pct(full[-1]["tp_ttft_ms"], full[-1]["dp_ttft_ms"])
+    at = full[-1]["in_flight"]
+    return f"{text} (mean TTFT {change:+.1f} % with request-DP at {at})"
 
 
-def load_sentence(isl: int, row: Mapping[str, Any]) -> str:
+def boundary_sentence(
+    isl: int, rows: Sequence[Mapping[str, Any]], full: Mapping[str, Any] | None
+) -> str:
+    """Everything along the requests in flight at one prompt length."""
+    counts = [row["in_flight"] for row in rows]
+    clauses = [crossover_clause(m, gain_rows(rows, m)) for m in COMPARED] if len(rows) > 1 else []
+    if full:
+        clauses.append(full_clause(full["tp_full_from"], full["dp_full_from"], rows))
+    swept = f"{min(counts)} to {max(counts)} in flight"
+    return f"ISL {isl}, {swept}: " + "; ".join(clauses) + "."
+
+
+def load_sentence(isl: int, row: Mapping[str, Any], ttft_change_pct: float) -> str:
     """What request-DP changes under one load."""
-    changes = ", ".join(
-        f"{label} {change_pct(row[f'tp_{column}'], row[f'dp_{column}']):+.1f} %"
-        for column, label, _ in COMPARED.values()
+    tpot, output = (
+        change_pct(row[f"tp_{column}"], row[f"dp_{column}"])
+        for column in ("tpot_ms", "output_tokens_per_s")
     )
     return (
-        f"Measured with {row['in_flight']} in flight at ISL {isl}, request-DP against TP: {changes}."
+        f"Measured with {row['in_flight']} in flight at ISL {isl}, request-DP against TP: mean "
+        f"TTFT {ttft_change_pct:+.1f} %, TPOT {tpot:+.1f} %, output {output:+.1f} %."
     )
 
 
@@ -136,12 +138,15 @@ def filled_sentence(rows: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def skew_sentences(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What each skewed load costs against the even one."""
-    return [
-        f"{row['lengths']} lengths{' placed by ' + row['placed_by'] if row['placed_by'] else ''} "
-        f"change {row['layout']}'s mean TTFT by {row['ttft_change_pct']:+.0f} % and its output by "
-        f"{row['output_change_pct']:+.0f} %"
+def skew_sentence(rows: Sequence[Mapping[str, Any]]) -> str:
+    """What each skewed load costs against the even one; empty if none was measured."""
+    costs = [
+        f"{row['layout']} {row['lengths']}"
+        + (f" placed by {row['placed_by']}" if row["placed_by"] else "")
+        + f" {row['ttft_change_pct']:+.0f} % and {row['output_change_pct']:+.0f} %"
         for row in rows
         if row["lengths"] != "even"
     ]
+    if not costs:
+        return ""
+    return "Skew, change of mean TTFT and of output against even lengths: " + "; ".join(costs) + "."

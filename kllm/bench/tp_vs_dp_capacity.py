@@ -5,7 +5,7 @@ layer. What matters is which weights request-DP makes every rank keep whole: eac
 on every device.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -103,6 +103,7 @@ _H200_COLUMNS: tuple[tuple[ParallelConfig, str, tuple[str, ...]], ...] = (
     (DP, "fp8", ()),
 )
 H200_FRACTION, H200_SPREAD = 0.90, ("vocab",)  # the row to quote for one H200 node
+QUOTED = (CLAIMED.fraction, H200_FRACTION)
 
 
 def published() -> Iterator[Published]:
@@ -137,12 +138,13 @@ class Ratio:
         return self.dp_mtokens / self.tp_mtokens
 
 
-def record_published(record: Record) -> None:
-    """Add the series "published"."""
+def record_published(record: Record, fractions: Collection[float] = ()) -> None:
+    """Add the series "published": all of it, or what has one of these shares of memory."""
     _, family, config = read_family_config(MODEL)
     shape = model_shape(family, config)
     for figure in published():
-        record.row("published", figure.computed(shape), UNITS)
+        if not fractions or figure.fraction in fractions:
+            record.row("published", figure.computed(shape), UNITS)
 
 
 def ratios_of(record: Record) -> list[Ratio]:

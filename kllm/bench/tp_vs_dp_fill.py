@@ -1,5 +1,6 @@
 """Proof of a computed KV capacity: one rank of a layout is built and its whole pool is written."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,8 +21,8 @@ from kllm.models.shape import model_shape
 from kllm.parallel.footprint import Capacity, capacity
 from kllm.parallel.layout import short_name
 
-REQUESTS = 64  # whose constant state is set aside, on each rank
-LONGEST = 1 << 18  # tokens a request: as many as let REQUESTS fill the memory of a large device
+REQUESTS = 64  # whose constant state is set aside on each rank, at least
+LONGEST = 1 << 18  # tokens a request, at most
 WRITTEN_AT_ONCE = 1 << 16  # entries
 
 UNITS = {
@@ -45,6 +46,7 @@ class Filled:
     kv_bytes: int
     rank_tokens: int  # in pages that were written and read back
     owners: int  # sets of ranks with requests of their own
+    requests: int  # whose constant state is set aside
     computed: Capacity
 
     @property
@@ -66,6 +68,7 @@ class Filled:
             "weights_gb": self.weight_bytes / 1e9,
             "computed_weights_gb": self.computed.heaviest.weight_bytes / 1e9,
             "kv_gb": self.kv_bytes / 1e9,
+            "requests": self.requests,
             "tokens": self.tokens,
             "computed_tokens": self.computed.tokens,
             "difference_pct": 100 * self.difference,
@@ -84,18 +87,20 @@ def fill(config: EngineConfig) -> tuple[Filled, CausalLM]:
     """
     resolved = resolve(config)
     device = torch.device(resolved.device)
+    before = free_bytes(device)
+    longest = min(LONGEST, resolved.config.max_position_embeddings)
+    requests = _requests(config, resolved, before, longest)
     config = replace(
         config,
         scale=resolved.scale,
         fidelity="rank-slice",
-        max_model_len=_longest(config, resolved),
+        max_model_len=0 if config.cache.memory_bytes else longest,
         scheduler=replace(
             config.scheduler,
-            max_batch=REQUESTS,
-            token_budget=max(REQUESTS, config.scheduler.token_budget),
+            max_batch=requests,
+            token_budget=max(requests, config.scheduler.token_budget),
         ),
     )
-    before = free_bytes(device)
     rank = Rank(
         config, resolved, sliced_groups(config, device), number=config.slice_rank, device=device
     )
@@ -114,15 +119,20 @@ def fill(config: EngineConfig) -> tuple[Filled, CausalLM]:
         kv_bytes=kv_bytes,
         rank_tokens=pages * budget.page_size,
         owners=config.parallel.dp,
+        requests=requests,
         computed=_computed(config, resolved, before, rank.activation_bytes),
     )
     return found, rank.model
 
 
-def _longest(config: EngineConfig, resolved: ResolvedModel) -> int:
-    """0, all that the pool holds, where memory is given; else a bound for the longest context."""
-    positions: int = resolved.config.max_position_embeddings
-    return 0 if config.cache.memory_bytes else min(LONGEST, positions)
+def _requests(config: EngineConfig, resolved: ResolvedModel, free: int, longest: int) -> int:
+    """How many requests of the longest length it takes to fill the memory.
+
+    An engine makes no more pages than all its requests can use.
+    """
+    spec, kv_dtype = resolved.family.cache_spec(resolved.config), resolved.kv_dtype
+    each = longest * spec.bytes_per_token(kv_dtype) + spec.bytes_per_request(kv_dtype)
+    return max(REQUESTS, math.ceil((config.cache.memory_bytes or free) / each))
 
 
 def _computed(
@@ -133,7 +143,7 @@ def _computed(
     options: dict[str, Any] = {
         "dtype": resolved.dtype,
         "kv_dtype": resolved.kv_dtype,
-        "requests": REQUESTS,
+        "requests": config.scheduler.max_batch,
     }
     bare = capacity(shape, config.parallel, memory_bytes=free, fraction=1.0, **options)
     weights = bare.heaviest.weight_bytes
