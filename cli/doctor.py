@@ -124,7 +124,7 @@ def _links(links: "LinkCeilings") -> Any:
         table.add_column(name.replace("_", "-"), justify="right")
     for points in zip(*links.curves.values(), strict=True):
         size = f"{points[0][0] / 1024:,.0f} KiB"
-        table.add_row(size, *(f"{seconds * 1e6:,.1f} us" for _, seconds in points))
+        table.add_row(size, *(f"{seconds * 1e6:,.0f} us" for _, seconds in points))
     rates = (f"{links.largest(name) / 1e9:,.1f} GB/s" for name in names)
     table.add_row("at the largest", *rates)
     return table

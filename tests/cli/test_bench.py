@@ -1,6 +1,7 @@
 """`kllm bench` and `kllm doctor`: what is printed where, and how wrong options are refused."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import typer
@@ -10,6 +11,7 @@ from kllm import hardware
 from kllm.cli.bench import bench_app
 from kllm.cli.doctor import advice, doctor
 from kllm.errors import KllmError
+from kllm.hardware.links import LinkCeilings
 
 CEILINGS = hardware.Ceilings(
     device="cpu",
@@ -46,6 +48,9 @@ def test_list_names_every_bench_and_its_deciding_variable() -> None:
         (["throughput", "--workload", "900000:9:1", "--scale", "tiny"], "shorter"),
         (["compare-power", "--slowdown", "-1"], "slowdown"),
         (["latency", "--kv-dtype", "int3"], "int3"),
+        (["ring-vs-allgather", "--isl", "32Q"], "--isl takes tokens"),
+        (["ring-vs-allgather", "--cp", "1"], "cp must be 2"),
+        (["ring-vs-allgather", "--attention", "dense"], "scale tiny has none"),
     ],
 )
 def test_wrong_options_are_one_sentence(args: list[str], words: str) -> None:
@@ -55,11 +60,15 @@ def test_wrong_options_are_one_sentence(args: list[str], words: str) -> None:
 
 
 def test_doctor_prints_one_document_with_json(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[bool] = []
+    asked: list[tuple[bool, bool]] = []
+    points = ((4096.0, 1e-5), (1048576.0, 1e-3))
 
-    def measured(device: str = "auto", *, fresh: bool = False) -> hardware.Ceilings:
-        asked.append(fresh)
-        return CEILINGS
+    def measured(
+        device: str = "auto", *, fresh: bool = False, links: bool = False
+    ) -> hardware.Ceilings:
+        asked.append((fresh, links))
+        found = LinkCeilings(ranks=2, backend="gloo", curves={"ring_shift": points})
+        return replace(CEILINGS, links=found if links else None)
 
     monkeypatch.setattr(hardware, "ceilings", measured)
     app = typer.Typer()
@@ -68,9 +77,15 @@ def test_doctor_prints_one_document_with_json(monkeypatch: pytest.MonkeyPatch) -
     document = json.loads(result.stdout)
     assert document["ceilings"]["matmul_flops_per_s"] == {"float32": 2e11}
     assert document["fingerprint"]["cores"] == hardware.detect().cores
-    assert asked == [True]
+    assert asked == [(True, False)]
     text = CliRunner().invoke(app, [], catch_exceptions=False).stdout
     assert "40.0 GB/s" in text
+    assert "gloo" not in text
+    text = CliRunner().invoke(app, ["--links"], catch_exceptions=False).stdout
+    assert "link, gloo" in text
+    assert "1,024 KiB" in text
+    assert "1,000 us" in text
+    assert "1.0 GB/s" in text
     assert "0.200 TFLOP/s" in text
 
 
