@@ -19,6 +19,10 @@ LOGITS = {
 GEMM_DISTANCE = {torch.bfloat16: 1e-5, "fp8": 1e-3, "fp4": 1e-2}
 MOE_DISTANCE = 3e-5  # bfloat16: two products in a row, the hidden layer rounded between them
 
+# Relative difference of a prompt's time put together from some of its steps to that of all steps:
+# links that take most of the time are kept to, computation on a shared machine is not.
+PROMPT_TIME = 0.25
+
 # Largest difference of a log probability between a layout and one rank, float32: sums over ranks
 # are added in another order. GLM's absorbed products amplify it.
 LAYOUT = {"llama": 1e-5, "deepseek_v4": 1e-5, "glm_moe_dsa": 2e-4}

@@ -93,13 +93,15 @@ class _Folder(AbstractContextManager[str]):
 
     def __init__(self, name: str, data: dict[str, Any]) -> None:
         self._name, self._data = name, data
-        self._parent = TemporaryDirectory(prefix="kllm-")
+        self._parent: TemporaryDirectory[str] | None = None
 
     def __enter__(self) -> str:
+        self._parent = TemporaryDirectory(prefix="kllm-")
         folder = Path(self._parent.name) / self._name
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(self._data), "utf-8")
         return str(folder)
 
     def __exit__(self, *exc: object) -> None:
-        self._parent.cleanup()
+        if self._parent is not None:
+            self._parent.cleanup()

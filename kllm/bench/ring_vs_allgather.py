@@ -89,22 +89,25 @@ class RingVsAllGatherBench:
     def measure(self, ctx: Context, record: Record) -> None:
         """Measure each model and context-parallel degree; lengths that do not fit are marked."""
         record.claims.append(findings.CLAIM)
+        ctx.progress("checking models", 0, 1)
+        for _ in self._layouts(ctx.config):
+            pass  # what is wrong with any of them is said before work starts
         ctx.progress("measuring this machine", 0, 1)
         ceilings(resolve(ctx.config).device)  # predictions and the automatic choice use them
         sliced = ctx.config.fidelity == "rank-slice"
         record.notes += findings.conditions(sliced, ctx.config, self.chunk)
         with nullcontext() if sliced else launch(max(self.cps)) as pool:
-            for model, attention, cp in self._layouts():
-                with attention_folder(model, attention, ctx.config.scale) as name:
-                    load = ctx.config.load if attention == MODEL else "random"
-                    config = replace(ctx.config, model=name, load=load)
-                    self._layout(ctx, record, self._config(config, cp), pool)
+            for config in self._layouts(ctx.config):
+                self._layout(ctx, record, config, pool)
 
-    def _layouts(self) -> Iterator[tuple[str, str, int]]:
+    def _layouts(self, config: EngineConfig) -> Iterator[EngineConfig]:
+        """A config of each model, attention and degree; valid until the next one is asked for."""
         for model in self.models:
             for attention in self.attentions:
-                for cp in self.cps:
-                    yield model, attention, cp
+                with attention_folder(model, attention, config.scale) as name:
+                    load = config.load if attention == MODEL else "random"
+                    for cp in self.cps:
+                        yield self._config(replace(config, model=name, load=load), cp)
 
     def _config(self, config: EngineConfig, cp: int) -> EngineConfig:
         scheduler = replace(config.scheduler, max_batch=1, token_budget=self.chunk)

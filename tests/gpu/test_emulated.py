@@ -61,6 +61,25 @@ def test_computation_hides_a_transfer(cuda: torch.device) -> None:
     assert together >= 0.95 * max(alone, transfer)
 
 
+def test_the_exposed_part_is_measured_on_the_device(cuda: torch.device) -> None:
+    comm = EmulatedComm(Link(latency_s=2e-3, bytes_per_s=1e12), size=8, device=cuda)
+    x = torch.ones(1 << 10, device=cuda)
+    comm.watched = True
+    exposed = []
+    for hidden_s in (0.0, 1e-3, 4e-3):
+        handle = comm.all_reduce(x)
+        compute = EmulatedComm(Link(latency_s=hidden_s, bytes_per_s=1e12), size=2, device=cuda)
+        if hidden_s:
+            compute.all_reduce(x).wait()  # keeps the current stream busy for as long
+        handle.wait()
+        torch.cuda.synchronize(cuda)
+        exposed.append(comm.take_exposed_s())
+    slack = 0.1e-3
+    assert abs(exposed[0] - 2e-3) < slack
+    assert abs(exposed[1] - 1e-3) < slack
+    assert exposed[2] < slack
+
+
 def test_transfers_follow_each_other(cuda: torch.device) -> None:
     comm = EmulatedComm(LINK, size=2, device=cuda)
     x = torch.ones(4 << 18, device=cuda)

@@ -1,0 +1,248 @@
+"""`kllm bench ring-vs-allgather`: real ranks, a slice, what does not fit, and what it finds."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kllm.bench import ring_arms
+from kllm.bench.base import Context
+from kllm.bench.prompt_time import Place
+from kllm.bench.record import Record, Subject
+from kllm.bench.ring_arms import Arm, both
+from kllm.bench.ring_findings import CLAIM, CLAIM_ISL, conclude, crossing_points, tokens
+from kllm.bench.ring_setup import attention_folder, choose
+from kllm.bench.ring_vs_allgather import RingVsAllGatherBench
+from kllm.bench.run import run_bench
+from kllm.bench.shared_prompt import KINDS, SharedPrompt
+from kllm.config import EngineConfig
+from kllm.errors import CapacityError, ConfigError
+from kllm.hardware import Ceilings
+from kllm.models.load import resolve
+from kllm.models.shape import model_shape
+from kllm.results.claims import side_by_side
+from kllm.results.schema import RunResult
+
+TINY = EngineConfig(model="glm-5.2", scale="tiny", device="cpu")
+CEILINGS = Ceilings(
+    device="cpu",
+    copy_bytes_per_s=1e10,
+    read_bytes_per_s=1e10,
+    matmul_flops_per_s={"float32": 1e11},
+    launch_s=1e-6,
+)
+
+
+@pytest.fixture(autouse=True)
+def ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kllm.bench.ring_vs_allgather.ceilings", lambda device: CEILINGS)
+    monkeypatch.setattr("kllm.engine.cp_kind.cached_ceilings", lambda device: CEILINGS)
+
+
+def bench(**options: Any) -> RingVsAllGatherBench:
+    given = {"models": ("glm-5.2",), "isls": (300, 1024), "cps": (2,), "links": ("nvlink4",)}
+    return RingVsAllGatherBench(**{"chunk": 256, **given, **options})
+
+
+def run(made: RingVsAllGatherBench, folder: Path, fidelity: str, repeats: int = 2) -> RunResult:
+    config = choose(replace(TINY, model=made.models[0]), fidelity, max(made.cps))
+    return run_bench(made, Context(config=config, repeats=repeats), folder)[0]
+
+
+def rows(result: RunResult, name: str) -> list[dict[str, Any]]:
+    series = result.find_series(name)
+    assert series is not None
+    names = [column.name for column in series.columns]
+    return [dict(zip(names, row, strict=True)) for row in series.rows or ()]
+
+
+def test_all_ranks_run_in_processes_of_their_own(tmp_path: Path) -> None:
+    result = run(bench(), tmp_path, "auto")
+    assert result.fidelity == "real"
+    sweep = rows(result, "sweep")
+    assert [(row["link"], row["prompt_tokens"]) for row in sweep] == [("real", 300), ("real", 1024)]
+    for row in sweep:
+        assert row["state"] == "ok"
+        assert row["ratio"] > 0
+    seconds = result.metrics["ring_s.glm-5.2.cp2.real.isl1024"].values
+    assert len(seconds) == 2
+    assert sweep[1]["ring_tokens_per_s"] == pytest.approx(1024 / (sum(seconds) / 2))
+    assert result.find_series("exposure") is None, "real transfers are not watched"
+    assert any("not measured then" in note for note in result.notes)
+    [claimed] = side_by_side([result])
+    assert claimed.status == "not measured"
+
+
+def test_a_slice_tells_links_apart_and_what_they_expose(tmp_path: Path) -> None:
+    links = ("nvlink4", "1e-4:2e6")
+    result = run(bench(models=("llama-3-8b", "glm-5.2"), links=links), tmp_path, "rank-slice", 1)
+    assert result.fidelity == "rank-slice"
+    sweep = {(r["model"], r["link"], r["prompt_tokens"]): r for r in rows(result, "sweep")}
+    assert len(sweep) == 2 * 2 * 2
+    for model in ("llama-3-8b", "glm-5.2"):
+        fast, slow = (sweep[model, link, 1024] for link in links)
+        for kind in KINDS:
+            assert slow[f"{kind}_tokens_per_s"] < fast[f"{kind}_tokens_per_s"]
+    for row in rows(result, "exposure"):
+        if row["link"] == links[1]:
+            assert row["all_gather_exposed_share"] > 0.95
+            assert row["ring_exposed_s"] > 0
+            assert row["ring_transfer_s"] > row["all_gather_transfer_s"]
+    memory = {(r["model"], r["prompt_tokens"]): r for r in rows(result, "memory")}
+    big = memory["llama-3-8b", 1024]
+    assert big["ring_kv_gib"] == pytest.approx(big["all_gather_kv_gib"] / 2, rel=1e-6)
+    assert big["owner_kv_gib"] == big["all_gather_kv_gib"]
+    assert big["ring_peak_gib"] > big["ring_kv_gib"]
+    chosen = rows(result, "predictions")
+    assert len(chosen) == len(sweep)
+    assert {row["auto"] for row in chosen} <= set(KINDS)
+    slow_wins = [r for r in chosen if r["link"] == links[1]]
+    assert all(r["predicted_all_gather_s"] < r["predicted_ring_s"] for r in slow_wins)
+    assert {row["entries"] for row in rows(result, "overlap")} == {
+        "keys and values",
+        "index keys",
+        "selected latents",
+    }
+    assert result.boundary is not None
+    assert "llama-3-8b, cp 2, ISL 1K:" in result.boundary
+
+
+def test_lengths_that_do_not_fit_are_marked_and_the_ring_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Room for all of a short prompt, and for half of a long one.
+    config = choose(TINY, "rank-slice", 2)
+    spec = resolve(config).family.cache_spec(resolve(config).config)
+    room = 1100 * spec.bytes_per_token("float32")
+    monkeypatch.setattr(SharedPrompt, "free_bytes", lambda self: room / ring_arms.KV_SHARE)
+    result = run(bench(isls=(1024, 2048, 8192)), tmp_path, "rank-slice", repeats=1)
+    sweep = rows(result, "sweep")
+    assert [row["state"] for row in sweep] == ["ok", "failed", "failed"]
+    assert sweep[1]["ring_tokens_per_s"] > 0
+    assert sweep[1]["all_gather_tokens_per_s"] is None
+    assert sweep[1]["reason"].startswith("all_gather: needs")
+    assert sweep[2]["reason"] == "the model has 4096 positions"
+    memory = rows(result, "memory")
+    assert memory[1]["all_gather_peak_gib"] is None
+    assert memory[1]["all_gather_kv_gib"] > memory[1]["ring_kv_gib"]
+
+
+class Short:
+    """A prompt whose steps do not fit beyond a place."""
+
+    chunk = 256
+
+    def __init__(self, most: int, pool: int = 1 << 30) -> None:
+        self.most, self.pool = most, pool
+        self.ran: list[Place] = []
+
+    def arrange(self, kind: str, length: int) -> None:
+        if length > self.pool:
+            raise CapacityError("the pool does not fit")
+
+    def run(self, place: Place, link: object) -> Any:
+        if place.end > self.most:
+            raise CapacityError("out of device memory")
+        self.ran.append(place)
+        return place
+
+
+def test_a_step_without_memory_takes_the_longer_prompts_out() -> None:
+    arm = both(KINDS, [512, 1024, 2048])["ring"]
+    short: Any = Short(most=1100)
+    arm.run(short, {"a": None}, lambda what: None, keep=False)
+    assert arm.isls == [512, 1024]
+    assert "out of device memory in a step behind" in arm.refused[2048]
+    arm.run(short, {"a": None, "b": None}, lambda what: None, keep=True)
+    assert set(arm.rounds["a"][0]) == set(arm.rounds["b"][0]) == set(arm.places(256))
+
+
+def test_a_pool_without_memory_takes_the_longest_prompt_out() -> None:
+    arm = Arm("ring", [512, 1024, 2048])
+    short: Any = Short(most=1 << 30, pool=1024)
+    arm.run(short, {"a": None}, lambda what: None, keep=True)
+    assert arm.isls == [512, 1024]
+    assert arm.refused == {2048: "ring: the pool does not fit"}
+
+
+def test_crossings_lie_on_lines_between_logarithms() -> None:
+    assert crossing_points([(1, 2.0), (10, 3.0)]) == []
+    [(at, above)] = crossing_points([(100, 2.0), (1, 0.5)])
+    assert (at, above) == (pytest.approx(10), True)
+    [first, second] = crossing_points([(1, 2.0), (100, 0.5), (10000, 2.0)])
+    assert (first[0], first[1]) == (pytest.approx(10), False)
+    assert (second[0], second[1]) == (pytest.approx(1000), True)
+
+
+def point(link: str, isl: int, ratio: float) -> Mapping[str, Any]:
+    about = {"model": "m", "attention": "MLA", "cp": 8, "link": link, "prompt_tokens": isl}
+    return about | {"ratio": ratio, "state": "ok"}
+
+
+def test_findings_name_the_boundary_and_where_the_claim_is_reproduced(tmp_path: Path) -> None:
+    about = Subject(name="ring-vs-allgather", model="m", scale="layers:4", dtype="bfloat16")
+    record = Record(replace(about, fidelity="rank-slice"), tmp_path)
+    record.claims.append(CLAIM)
+    for link, ratios in {"ib400": (0.5, 0.9), "nvlink4": (0.8, 1.25)}.items():
+        for isl, ratio in zip((CLAIM_ISL // 4, CLAIM_ISL), ratios, strict=True):
+            record.row("sweep", point(link, isl, ratio))
+            for kind, seconds in (("ring", 1.0), ("all_gather", ratio)):
+                tag = f"{kind}_s.m.cp8.{link}.isl{isl}"
+                record.add(tag, seconds, unit="s", direction="lower")
+    conclude(record)
+    result = record.result()
+    assert result.verdict == (
+        "m (MLA), cp 8, ISL 512K: a ring has 1.25 times the throughput of all-gather over nvlink4 "
+        "and 0.9 times over ib400."
+    )
+    assert result.boundary is not None
+    assert "ib400 link: a ring is slower in the whole swept range, ISL 128K to 512K." in (
+        result.boundary
+    )
+    assert "nvlink4 link: a ring wins from ISL 256K on." in result.boundary
+    assert "ISL 512K: a ring wins from 101 GB/s on." in result.boundary
+    claims = {row["link"]: row for row in rows(result, "claim")}
+    assert claims["ib400"]["status"] == "not reproduced"
+    assert claims["ib400"]["measured_pct"] == pytest.approx(-10)
+    assert claims["nvlink4"]["status"] == "reproduced"
+    [row] = side_by_side([result])
+    assert (row.status, row.fidelity) == ("reproduced", "rank-slice")
+    assert row.measured is not None
+    assert row.measured.values == (pytest.approx(25),)
+
+
+def test_the_dense_twin_of_a_model_has_its_dimensions_and_no_indexer() -> None:
+    config = EngineConfig(model="glm-5.2", scale="layers:4", load="random", device="cpu")
+    sparse = resolve(config)
+    with attention_folder("glm-5.2", "dense", "layers:4") as name:
+        dense = resolve(replace(config, model=name))
+    assert dense.name == "glm-5.2-dense"
+    assert not Path(name).exists()
+    kinds = model_shape(dense.family, dense.config).attention
+    assert [kind.name for kind in kinds] == ["MLA"]
+    for field in ("hidden_size", "num_attention_heads", "kv_lora_rank", "v_head_dim", "sparse_mlp"):
+        assert getattr(dense.config, field) == getattr(sparse.config, field)
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: bench(cps=(1, 2)), "cp must be 2 or more"),
+        (lambda: bench(isls=()), "isl must be 1 or more"),
+        (lambda: bench(links=("carrier-pigeon",)), "carrier-pigeon"),
+        (lambda: attention_folder("glm-5.2", "dense", "tiny"), "scale tiny has none"),
+        (lambda: attention_folder("llama-3-8b", "dense", "full"), "selects no entries"),
+        (lambda: attention_folder("glm-5.2", "dens", "full"), "known: model, dense"),
+    ],
+)
+def test_wrong_options_are_refused(make: Any, words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        make()
+
+
+def test_numbers_of_tokens_are_short() -> None:
+    assert [tokens(n) for n in (512, 1024, 1536, 512 * 1024, 1 << 20)] == [
+        *("512", "1K", "1.5K", "512K", "1M")
+    ]
