@@ -34,10 +34,14 @@ def activation_bytes(
     # A pipeline stage may store nothing that grows.
     room = int(free_bytes(device) // max(1.0, model.cache_spec.bytes_per_token(kv_dtype)))
     longest = max(1, min(positions, room))
-    tokens = min(config.scheduler.token_budget, longest)
+    layout = config.parallel
+    # Ranks that share a prompt each run their part of a step.
+    tokens = min(-(-config.scheduler.token_budget // layout.cp), longest)
     try:
-        fresh = _peak(model, tokens, tokens, page, kv_dtype, dtype, device)
-        late = _peak(model, min(SHORT_CHUNK, tokens), longest, page, kv_dtype, dtype, device)
+        fresh, late = (
+            _peak(model, count, context, page, kv_dtype, dtype, device, layout.ep)
+            for count, context in ((tokens, tokens), (min(SHORT_CHUNK, tokens), longest))
+        )
     except torch.OutOfMemoryError:
         raise CapacityError(
             f"a step of {tokens} tokens does not fit beside the weights; use a smaller scale "
@@ -59,6 +63,7 @@ def _peak(
     kv_dtype: str,
     dtype: torch.dtype,
     device: torch.device,
+    expert_ranks: int,
 ) -> int:
     """Bytes above weights and KV while the last `tokens` of `context` tokens run."""
     # The block table names the same few pages over and over: sizes are those of the context.
@@ -87,7 +92,8 @@ def _peak(
     torch.cuda.synchronize(device)
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    ctx = ForwardContext.from_plan(plan, pool, device)
+    # All ranks of the expert group profile the same step together.
+    ctx = ForwardContext.from_plan(plan, pool, device, peer_tokens=(tokens,) * expert_ranks)
     model.prepare(ctx)
     state = model(ctx, [] if model.stage.first else model.stand_in(ctx))
     if model.stage.last:
