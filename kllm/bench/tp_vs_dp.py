@@ -27,7 +27,7 @@ from kllm.models.load import resolve
 from kllm.models.shape import model_shape
 from kllm.parallel.layout import check
 
-SMALL_FILL_BYTES = 64 << 20  # on a CPU: a pool of thousands of pages, written in seconds
+SMALL_FILL_BYTES = 32 << 20  # on a CPU: a pool of hundreds of pages, written in a second
 EVEN = "even_by_tokens"
 SKEW_UNITS = UNITS | {"ttft_change_pct": "%", "output_change_pct": "%"}
 SWEEP_UNITS = {f"{side}_{name}": unit for side in SIDES for name, unit in UNITS.items()}

@@ -1,0 +1,200 @@
+"""The bench on tiny models: pools really filled, both layouts sliced and with real processes."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kllm.bench.base import Context
+from kllm.bench.run import run_bench
+from kllm.bench.serve_loop import run_workload
+from kllm.bench.tp_vs_dp import TpVsDpBench
+from kllm.bench.tp_vs_dp_capacity import TTFT_CLAIM
+from kllm.bench.tp_vs_dp_fill import fill
+from kllm.bench.tp_vs_dp_loads import warm_load
+from kllm.bench.tp_vs_dp_serve import layout_of
+from kllm.cache.pool import KVPool
+from kllm.config import CacheConfig, EngineConfig, SchedulerConfig
+from kllm.engine.engine import Engine
+from kllm.engine.graphs import batch_bucket
+from kllm.errors import CapacityError, ConfigError
+from tests.bench.test_tp_vs_dp_parts import rows_of
+
+TINY = EngineConfig(model="deepseek-v4", scale="tiny", device="cpu", fidelity="rank-slice")
+SIZES: dict[str, Any] = {
+    "world": 2,
+    "in_flight": (1, 4),
+    "isls": (16, 40),
+    "osl": 2,
+    "skewed": 4,
+    "step_tokens": 64,
+}
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+@pytest.mark.parametrize("model", ["deepseek-v4", "glm-5.2"])
+def test_a_filled_pool_holds_what_was_computed(model: str, kv_dtype: str) -> None:
+    cache = CacheConfig(memory_bytes=16 << 20, dtype=kv_dtype)
+    held = {}
+    for side in ("tp", "dp"):
+        layout = layout_of(side, 4)  # type: ignore[arg-type]
+        found, network = fill(replace(TINY, model=model, cache=cache, parallel=layout))
+        assert abs(found.difference) < 0.03
+        assert found.tokens > 0
+        assert found.kv_bytes <= 16 << 20
+        assert found.weight_bytes == found.computed.heaviest.weight_bytes
+        assert network.training is False
+        held[side] = found.tokens
+    # The same memory for KV on each of four ranks, and no entry twice.
+    assert held["dp"] == 4 * held["tp"]
+
+
+def test_memory_that_forgets_is_no_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[str] = []
+    write = KVPool.write
+
+    def forgetful(self: KVPool, name: str, layer: int, slots: Tensor, values: Tensor) -> None:
+        write(self, name, layer, slots, values)
+        if not written:
+            self.pages(name, layer)[-1] = torch.zeros_like(self.pages(name, layer)[-1])
+            written.append(name)
+
+    monkeypatch.setattr(KVPool, "write", forgetful)
+    config = replace(TINY, cache=CacheConfig(memory_bytes=4 << 20), parallel=layout_of("tp", 2))
+    with pytest.raises(CapacityError, match="does not keep"):
+        fill(config)
+
+
+def test_the_warm_up_meets_every_size_of_a_decode_step() -> None:
+    config = replace(
+        TINY,
+        parallel=layout_of("dp", 2),
+        max_model_len=128,
+        scheduler=SchedulerConfig(max_batch=12, token_budget=48),
+        cache=CacheConfig(memory_bytes=4 << 20),
+    )
+    engine = Engine(config)
+    run = run_workload(engine, warm_load(12, 32, 48))
+    engine.close()
+    assert run.complete
+    seen = {batch_bucket(s.num_decodes) for s in run.steps if s.num_decodes == s.num_tokens}
+    assert seen == {batch_bucket(n) for n in range(1, 13)}
+    assert max(s.num_tokens for s in run.steps) == 48
+
+
+@pytest.fixture(scope="module")
+def sliced(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    seen: list[tuple[str, int, int]] = []
+    ctx = Context(config=TINY, repeats=2, progress=lambda *state: seen.append(state))
+    result, _ = run_bench(TpVsDpBench(**SIZES), ctx, tmp_path_factory.mktemp("sliced"))
+    return result, seen
+
+
+def test_a_sweep_has_both_layouts_side_by_side(sliced: Any) -> None:
+    result, _ = sliced
+    assert result.fidelity == "rank-slice"
+    for isl in SIZES["isls"]:
+        rows = rows_of(result, f"sweep:ISL {isl}")
+        assert [row["in_flight"] for row in rows] == [1, 4]
+        for row in rows:
+            assert row["state"] == "ok"
+            assert all(row[f"{side}_ttft_ms"] > 0 for side in ("tp", "dp"))  # type: ignore[operator]
+        for metric in ("ttft", "tpot", "output"):
+            assert len(rows_of(result, f"gain:{metric} at ISL {isl}")) == 2
+        assert len(result.metrics[f"ttft_ms.dp.isl{isl}.c4"].values) == 2
+        assert f"ISL {isl}, 1 to 4 in flight" in result.boundary
+    filled = rows_of(result, "filled")
+    assert all(abs(row["difference_pct"]) < 3 for row in filled)  # type: ignore[arg-type]
+
+
+def test_the_default_memory_shows_tp_queueing_for_kv(sliced: Any) -> None:
+    result, _ = sliced
+    heaviest = rows_of(result, "sweep:ISL 40")[-1]
+    assert heaviest["kv_full"] == "tp"
+    kv = {row["prompt_tokens"]: row for row in rows_of(result, "kv")}
+    assert kv[40]["tp_full_from"] <= 4 < kv[40]["dp_full_from"]  # type: ignore[operator]
+
+
+def test_skewed_loads_are_held_against_even_ones(sliced: Any) -> None:
+    result, _ = sliced
+    rows = rows_of(result, "skew")
+    kinds = [(row["layout"], row["lengths"], row["placed_by"]) for row in rows]
+    assert kinds == [
+        ("tp", "even", ""),
+        ("tp", "periodic", ""),
+        ("tp", "giant", ""),
+        ("dp", "even", "tokens"),
+        ("dp", "periodic", "tokens"),
+        ("dp", "periodic", "count"),
+        ("dp", "giant", "tokens"),
+    ]
+    assert [row["ttft_change_pct"] for row in rows if row["lengths"] == "even"] == [0, 0]
+    assert any(note.startswith("Skew") for note in result.notes)
+
+
+def test_the_claims_stand_beside_what_was_measured(sliced: Any) -> None:
+    result, seen = sliced
+    claims = rows_of(result, "claims")
+    fidelities = [row["fidelity"] for row in claims]
+    assert fidelities == ["modelled", "modelled", "rank-slice"]
+    ttft = claims[-1]
+    assert ttft["measured"] == result.metrics["ttft_mean_change_pct"].median
+    assert "4 in flight, ISL 40, OSL 2" in str(ttft["conditions"])
+    # Two ranks and a memory that was given say nothing about eight devices.
+    assert result.claims == (TTFT_CLAIM,)
+    assert "kv_capacity_ratio" not in result.metrics
+    assert seen[-1][0] == "done"
+    assert any("requests" in what for what, _, _ in seen)
+
+
+def test_loads_beyond_the_limit_are_left_out(tmp_path: Path) -> None:
+    bench = TpVsDpBench(**SIZES | {"isls": (16,), "limit_s": 1e-3})
+    result, _ = run_bench(bench, Context(config=TINY, repeats=1), tmp_path)
+    light, heavy = rows_of(result, "sweep:ISL 16")
+    assert (light["state"], heavy["state"]) == ("ok", "failed")
+    assert "limit" in str(heavy["reason"])
+    assert len(rows_of(result, "skew")) == 7
+
+
+def test_real_processes_serve_both_layouts_in_turns(tmp_path: Path) -> None:
+    config = replace(TINY, fidelity="real")
+    bench = TpVsDpBench(**SIZES | {"isls": (16,), "in_flight": (1, 3)})
+    result, _ = run_bench(bench, Context(config=config, repeats=1), tmp_path)
+    assert result.fidelity == "real"
+    assert [row["state"] for row in rows_of(result, "sweep:ISL 16")] == ["ok", "ok"]
+    assert ("dp", "count") not in [(r["layout"], r["placed_by"]) for r in rows_of(result, "skew")]
+    assert rows_of(result, "claims")[-1]["fidelity"] == "real"
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"world": 1}, "at least 2 ranks"),
+        ({"in_flight": (0,)}, "--in-flight"),
+        ({"isls": ()}, "--isl"),
+        ({"osl": 1}, "2 output tokens"),
+        ({"skewed": 3}, "2 requests a rank"),
+    ],
+)
+def test_sizes_that_measure_nothing_are_refused(options: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        TpVsDpBench(**SIZES | options)
+
+
+@pytest.mark.parametrize(
+    ("config", "options", "words"),
+    [
+        (replace(TINY, model="llama-3-8b"), {}, "expert"),
+        (TINY, {"world": 3, "skewed": 6}, "3"),
+        (TINY, {"isls": (5000,)}, "lower --isl"),
+    ],
+)
+def test_what_a_model_cannot_do_is_refused_before_work(
+    tmp_path: Path, config: EngineConfig, options: dict[str, Any], words: str
+) -> None:
+    with pytest.raises(ConfigError, match=words):
+        run_bench(TpVsDpBench(**SIZES | options), Context(config=config), tmp_path)
+    assert list(tmp_path.iterdir()) == []
