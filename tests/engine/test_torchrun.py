@@ -1,0 +1,53 @@
+"""Two launches of torchrun, each with an address of its own, answer like one process."""
+
+import os
+import socket
+import subprocess
+import sys
+from contextlib import closing
+
+SENTENCE = "What is the capital of France?"
+TIMEOUT_S = 240
+
+
+def free_port() -> int:
+    with closing(socket.socket()) as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def launch(node: int, port: int) -> "subprocess.Popen[str]":
+    """`kllm generate` on one of two nodes, a rank each."""
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
+    rendezvous = ["--master-addr", "127.0.0.1", "--master-port", str(port)]
+    place = [
+        "--node-rank",
+        str(node),
+        "--nproc-per-node",
+        "1",
+        "--local-addr",
+        f"127.0.0.{1 + node}",
+    ]
+    call = [sys.executable, "-c", "from kllm.cli.app import main; main()", "generate"]
+    options = ["--temperature", "0", "--max-tokens", "12", "--layout", "cp=2"]
+    return subprocess.Popen(
+        [*torchrun, *rendezvous, *place, "--no-python", *call, *options, SENTENCE],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+
+
+def test_two_launches_answer_like_one_process() -> None:
+    port = free_port()
+    first, second = launch(0, port), launch(1, port)
+    try:
+        answer, errors = first.communicate(timeout=TIMEOUT_S)
+        rest, more = second.communicate(timeout=TIMEOUT_S)
+    finally:
+        first.kill()
+        second.kill()
+    assert (first.returncode, second.returncode) == (0, 0), errors + more
+    assert answer.strip() == "The capital of France is Paris."
+    assert rest.strip() == ""  # only the first process prints
