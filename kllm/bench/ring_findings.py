@@ -172,6 +172,7 @@ def conclude(record: Record) -> None:
     )
     found = [*_along_length(rows), *_along_bandwidth(rows)]
     record.boundary = " ".join(found) or "No boundary can be told without measured points."
+    _exposed(record)
     _claim(record, rows)
     choices = record.ok_rows("predictions")
     if choices:
@@ -180,6 +181,17 @@ def conclude(record: Record) -> None:
         record.notes.append(
             f"cp_kind=auto is within {CLOSE_PCT:g} % of the better kind in {near} of "
             f"{len(choices)} points; the most that it loses is {worst:.3g} %."
+        )
+
+
+def _exposed(record: Record) -> None:
+    """How much a ring exposes where its transfers should be hidden."""
+    rows = [row for row in record.rows.get("exposure", []) if row["predicted_hidden"]]
+    shares = [row["ring_exposed_share"] for row in rows if row["ring_exposed_share"] is not None]
+    if shares:
+        record.notes.append(
+            f"In {len(shares)} points computation on a block is predicted to take longer than its "
+            f"transfer; there a ring exposes at most {100 * max(shares):.3g} % of its transfers."
         )
 
 

@@ -136,8 +136,12 @@ class RingVsAllGatherBench:
                     if isl > most:
                         arm.refuse(isl, f"the model has {most} positions")
                 arm.fit(prompt, sliced=sliced, ranks_here=here)
-            self._rounds(ctx, record, prompt, arms, links, f"{resolved.name} cp{cp}")
-            _report(record, _sweep(config, resolved, self.chunk), prompt, arms, self.isls, links)
+            try:
+                self._rounds(ctx, record, prompt, arms, links, f"{resolved.name} cp{cp}")
+            finally:  # an interrupt leaves the rounds that are complete
+                if all(arm.rounds for arm in arms.values()):
+                    sweep = _sweep(config, resolved, self.chunk)
+                    _report(record, sweep, prompt, arms, self.isls, links)
         finally:
             prompt.close()
 
@@ -175,6 +179,10 @@ class RingVsAllGatherBench:
                 for kind in KINDS:
                     for cost in arms[kind].prompts(link, isl, self.chunk)[-1:]:
                         record.add(f"{kind}_s.{tag}", cost.seconds, unit="s", direction="lower")
+                        if cost.transfer_s:
+                            share = cost.exposed_s / cost.transfer_s
+                            name = f"{kind}_exposed_share.{tag}"
+                            record.add(name, share, unit="", direction="lower")
 
     def conclude(self, record: Record) -> None:
         """Say which kind is faster where, and how the published figure stands."""
@@ -200,7 +208,7 @@ def _report(
         record.row("memory", about | _memory(prompt, arms, isl), UNITS)
         record.row("balance", about | _balance(prompt.stripes, isl, sweep.chunk))
         for link in links:
-            costs = {kind: arm.prompts(link, isl, sweep.chunk) for kind, arm in arms.items()}
+            costs = _costs(arms, link, isl, sweep.chunk)
             at = about | {"link": link, "prompt_tokens": isl}
             row = {"attention": sweep.attention_names}
             record.row("sweep", at | row | _throughput(costs, arms, isl), UNITS)
@@ -216,6 +224,13 @@ def _report(
             record.row("overlap", about | row, findings.UNITS)
     if record.ok_rows("sweep"):
         record.notes.append(findings.predicted_crossings(sweep, max(isls), next(iter(links))))
+
+
+def _costs(arms: Mapping[str, Arm], link: str, isl: int, chunk: int) -> dict[str, list[Cost]]:
+    """Both kinds' costs of a prompt in the rounds that both have run."""
+    found = {kind: arm.prompts(link, isl, chunk) for kind, arm in arms.items()}
+    rounds = min((len(costs) for costs in found.values() if costs), default=0)
+    return {kind: costs[:rounds] for kind, costs in found.items()}
 
 
 def _median(costs: Sequence[Cost], name: str) -> float:

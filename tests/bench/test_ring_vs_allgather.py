@@ -129,6 +129,23 @@ def test_lengths_that_do_not_fit_are_marked_and_the_ring_goes_on(
     assert memory[1]["all_gather_kv_gib"] > memory[1]["ring_kv_gib"]
 
 
+def test_an_interrupt_keeps_the_rounds_that_are_complete(tmp_path: Path) -> None:
+    rounds = []
+
+    def progress(what: str, done: int, total: int) -> None:
+        if "all_gather at 0 " in what:
+            rounds.append(what)
+        if len(rounds) == 4:  # the warm-up, two whole rounds, and one that a ring has run
+            raise KeyboardInterrupt
+
+    config = choose(replace(TINY, model="llama-3-8b"), "rank-slice", 2)
+    ctx = Context(config=config, repeats=5, progress=progress)
+    result, _ = run_bench(bench(models=("llama-3-8b",)), ctx, tmp_path)
+    assert result.extra == {"interrupted": True}
+    assert [row["state"] for row in rows(result, "sweep")] == ["ok", "ok"]
+    assert len(result.metrics["ring_s.llama-3-8b.cp2.nvlink4.isl1024"].values) == 2
+
+
 class Short:
     """A prompt whose steps do not fit beyond a place."""
 
