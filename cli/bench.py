@@ -568,7 +568,7 @@ def _lines(title: str) -> Iterator["ProgressHook"]:
             line = f"{title}: {latest[0]}, {time.monotonic() - begin:.0f} s"
             err.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    speaker = threading.Thread(target=speak, daemon=True)
+    speaker = threading.Thread(target=speak, name="progress", daemon=True)
     speaker.start()
     try:
         yield hook

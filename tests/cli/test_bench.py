@@ -1,6 +1,7 @@
 """`kllm bench` and `kllm doctor`: what is printed where, and how wrong options are refused."""
 
 import json
+import threading
 from dataclasses import replace
 
 import pytest
@@ -8,7 +9,7 @@ import typer
 from typer.testing import CliRunner
 
 from kllm import hardware
-from kllm.cli.bench import bench_app
+from kllm.cli.bench import _progress, bench_app
 from kllm.cli.doctor import advice, doctor
 from kllm.errors import KllmError
 from kllm.hardware.links import LinkCeilings
@@ -57,6 +58,24 @@ def test_wrong_options_are_one_sentence(args: list[str], words: str) -> None:
     with pytest.raises(KllmError, match=words) as caught:
         CliRunner().invoke(bench_app, [*args, "--device", "cpu"], catch_exceptions=False)
     assert "\n" not in str(caught.value)
+
+
+def test_progress_in_a_pipe_is_a_line_every_few_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    spoken = threading.Event()
+
+    def say(line: str, **style: object) -> None:
+        lines.append(line)
+        if "loading" in line:
+            spoken.set()
+
+    monkeypatch.setattr("kllm.cli.bench.LINE_S", 0.01)
+    monkeypatch.setattr("kllm.cli.bench.err.print", say)
+    with _progress("latency") as hook:
+        hook("loading", 1, 3)
+        assert spoken.wait(30)
+    assert lines[-1].startswith("latency: loading, 1 of 3, ")
+    assert not any(thread.name == "progress" for thread in threading.enumerate())
 
 
 def test_doctor_prints_one_document_with_json(monkeypatch: pytest.MonkeyPatch) -> None:
