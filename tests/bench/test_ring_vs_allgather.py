@@ -1,5 +1,6 @@
 """`kllm bench ring-vs-allgather`: real ranks, a slice, what does not fit, and what it finds."""
 
+import json
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -24,6 +25,7 @@ from kllm.models.load import resolve
 from kllm.models.shape import model_shape
 from kllm.results.claims import side_by_side
 from kllm.results.schema import RunResult
+from tests.models.glm_moe_dsa_logits import GLM
 
 TINY = EngineConfig(model="glm-5.2", scale="tiny", device="cpu")
 CEILINGS = Ceilings(
@@ -241,6 +243,23 @@ def test_the_dense_twin_of_a_model_has_its_dimensions_and_no_indexer() -> None:
     assert [kind.name for kind in kinds] == ["MLA"]
     for field in ("hidden_size", "num_attention_heads", "kv_lora_rank", "v_head_dim", "sparse_mlp"):
         assert getattr(dense.config, field) == getattr(sparse.config, field)
+
+
+def test_one_run_shows_sparse_and_dense_attention_of_a_model(tmp_path: Path) -> None:
+    folder = tmp_path / "small-glm"
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps(GLM))
+    config = EngineConfig(model=str(folder), load="random", scale="full", device="cpu")
+    made = bench(
+        models=(str(folder),), attentions=("model", "dense"), isls=(96, 192), chunk=64, cps=(2,)
+    )
+    ctx = Context(config=choose(config, "rank-slice", 2), repeats=1)
+    result, _ = run_bench(made, ctx, tmp_path / "results")
+    found = [(r["model"], r["attention"], r["state"]) for r in rows(result, "sweep")]
+    assert found == [("small-glm", "DSA", "ok")] * 2 + [("small-glm-dense", "MLA", "ok")] * 2
+    assert {r["entries"] for r in rows(result, "overlap") if r["model"] == "small-glm-dense"} == {
+        "latents"
+    }
 
 
 @pytest.mark.parametrize(
