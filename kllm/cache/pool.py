@@ -118,7 +118,7 @@ class KVPool:
                 tensor.normal_(generator=generator)
                 continue
             rows = tensor.view(-1, *tensor.shape[2:])
-            for part in rows.split(FILLED_AT_ONCE):
+            for part in torch.split(rows, FILLED_AT_ONCE):
                 values = torch.empty(
                     *part.shape[:-1], entry.width, dtype=self.compute_dtype, device=part.device
                 )

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-import torch.distributed as dist
 
 from kllm.config import EngineConfig
 from kllm.core import Outcome, Plan, Request
@@ -18,6 +17,7 @@ from kllm.engine.rank_protocol import Allocate, Build, Release, Settle, Step
 from kllm.engine.step import sampled_on, steps_of
 from kllm.errors import CapacityError
 from kllm.models.load import ResolvedModel
+from kllm.parallel.distributed import host_store
 from kllm.parallel.layout import Place, place, rank_of
 
 BUILD_TIMEOUT_S = 1800.0  # weights may come from a slow disk
@@ -59,8 +59,8 @@ class MultiRankExecutor:
             )
         # Told outright, or each rank would choose by the memory it finds when it looks.
         config = replace(config, scale=resolved.scale, dtype=resolved.dtype)
-        self._store = dist.TCPStore(self._pool.host, 0, is_master=True, wait_for_workers=False)
-        at = (self._pool.host, self._store.port)
+        self._store, port = host_store(self._pool.host)
+        at = (self._pool.host, port)
         build = Build(config, at, f"layout-{next(_layouts)}")
         budgets = self._pool.call([build] * layout.world, BUILD_TIMEOUT_S)
         self.sharing: Sharing = sharing_of(config, smallest(budgets))

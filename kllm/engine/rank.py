@@ -230,9 +230,8 @@ class Rank:
         states = run_stages(self.model, contexts, self.groups.pp)
         if self._ring:
             for ctx in contexts:
-                if ctx.sequence is not None:
-                    step = ctx.sequence.step
-                    hand_over(self._pool, self.groups.cp, step, ctx.sequence.block_tables)
+                if (shared := ctx.sequence) is not None:
+                    hand_over(self._pool, self.groups.cp, shared.step, shared.block_tables)
         if states is None:
             return None
         rows = [

@@ -18,7 +18,6 @@ from multiprocessing.connection import Client, Connection
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from kllm.core import Request
 from kllm.engine.memory import KVBudget
@@ -81,9 +80,7 @@ class RankServer:
             torch.cuda.set_device(device)
         else:
             torch.set_num_threads(1)  # the ranks share this machine's cores
-        store = dist.TCPStore(*message.store, is_master=False)
-        prefixed = dist.PrefixStore(message.prefix, store)
-        distributed.connect(prefixed, self.number, world, device)
+        distributed.connect(message.store, message.prefix, self.number, world, device)
         groups = joined_groups(config.parallel)
         self._rank = Rank(config, resolved, groups, number=self.number, device=device)
         return self._rank.budget
@@ -107,7 +104,7 @@ class RankServer:
         self._rank = None
         self._known, self._requests = {}, ()
         distributed.disconnect()
-        if torch.cuda.is_initialized():
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             gc.collect()
             torch.cuda.empty_cache()  # another process may want this device's memory
 

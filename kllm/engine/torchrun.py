@@ -9,6 +9,7 @@ import os
 import secrets
 from functools import cache
 from multiprocessing.connection import Client, Listener
+from typing import Any
 
 import torch.distributed as dist
 
@@ -76,7 +77,7 @@ def finish() -> None:
 
 
 @cache
-def _store() -> dist.Store:
+def _store() -> Any:
     """The store that torchrun's processes share."""
-    store, _, _ = next(dist.rendezvous("env://"))
+    store, _, _ = next(dist.rendezvous("env://"))  # type: ignore[attr-defined]
     return store

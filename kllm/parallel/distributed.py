@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -22,13 +23,14 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 @dataclass(frozen=True, slots=True)
 class _Works:
-    """Several transfers as one handle."""
+    """Transfers under way, as one handle."""
 
-    works: Sequence[Handle]
+    works: Sequence[dist.Work | None]
 
     def wait(self) -> None:
         """Wait for all of them."""
         for work in self.works:
+            assert work is not None  # this rank belongs to the group
             work.wait()
 
 
@@ -47,15 +49,15 @@ class TorchComm:
 
     def all_reduce(self, x: Tensor) -> Handle:
         """See `Communicator.all_reduce`."""
-        return _work(dist.all_reduce(x, group=self.group, async_op=True))
+        return _Works((dist.all_reduce(x, group=self.group, async_op=True),))
 
     def all_gather(self, out: Tensor, x: Tensor) -> Handle:
         """See `Communicator.all_gather`."""
-        return _work(_all_gather(out, x.contiguous(), group=self.group, async_op=True))
+        return _Works((_all_gather(out, x.contiguous(), group=self.group, async_op=True),))
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Handle:
         """See `Communicator.reduce_scatter`."""
-        return _work(_reduce_scatter(out, x.contiguous(), group=self.group, async_op=True))
+        return _Works((_reduce_scatter(out, x.contiguous(), group=self.group, async_op=True),))
 
     def all_to_all(
         self, out: Tensor, x: Tensor, out_splits: list[int], in_splits: list[int]
@@ -64,7 +66,7 @@ class TorchComm:
         work = dist.all_to_all_single(
             out, x.contiguous(), out_splits, in_splits, group=self.group, async_op=True
         )
-        return _work(work)
+        return _Works((work,))
 
     def ring_shift(self, out: Tensor, x: Tensor) -> Handle:
         """See `Communicator.ring_shift`."""
@@ -81,28 +83,34 @@ class TorchComm:
 
     def send(self, x: Tensor, to: int) -> Handle:
         """See `Communicator.send`."""
-        return _work(dist.isend(x.contiguous(), self._ranks[to], self.group))
+        return _Works((dist.isend(x.contiguous(), self._ranks[to], self.group),))
 
     def receive(self, out: Tensor, source: int) -> Handle:
         """See `Communicator.receive`."""
-        return _work(dist.irecv(out, self._ranks[source], self.group))
+        return _Works((dist.irecv(out, self._ranks[source], self.group),))
 
 
-def _work(work: dist.Work | None) -> Handle:
-    assert work is not None  # this rank belongs to the group
-    return work
+def host_store(host: str) -> tuple[Any, int]:
+    """Where ranks meet: a store that lives as long as the answer is held, and its port."""
+    store = dist.TCPStore(host, 0, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
+    return store, store.port
 
 
-def connect(store: dist.Store, rank: int, world: int, device: torch.device) -> None:
+def connect(at: tuple[str, int], prefix: str, rank: int, world: int, device: torch.device) -> None:
     """Join the default process group; every rank does.
+
+    Args:
+        at: host and port of the store.
+        prefix: of the group's keys there: a store may serve one group after the other.
 
     Raises:
         RuntimeError: from torch, when a rank does not come.
     """
+    store = dist.TCPStore(*at, is_master=False)  # type: ignore[attr-defined]
     on_gpu = device.type == "cuda"
     dist.init_process_group(
         "nccl" if on_gpu else "gloo",
-        store=store,
+        store=dist.PrefixStore(prefix, store),  # type: ignore[attr-defined]
         rank=rank,
         world_size=world,
         timeout=TIMEOUT,
