@@ -7,6 +7,7 @@ on every device.
 
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -140,11 +141,15 @@ class Ratio:
 
 def record_published(record: Record, fractions: Collection[float] = ()) -> None:
     """Add the series "published": all of it, or what has one of these shares of memory."""
-    _, family, config = read_family_config(MODEL)
-    shape = model_shape(family, config)
     for figure in published():
         if not fractions or figure.fraction in fractions:
-            record.row("published", figure.computed(shape), UNITS)
+            record.row("published", figure.computed(_shape()), UNITS)
+
+
+@cache
+def _shape() -> ModelShape:
+    _, family, config = read_family_config(MODEL)
+    return model_shape(family, config)
 
 
 def ratios_of(record: Record) -> list[Ratio]:
