@@ -1,8 +1,7 @@
-"""A layout's steps by the cost model: a rank's share of the work, and its transfers.
+"""What a run of a layout would show by the cost model, with the values of a run.
 
-Work is the roofline floor of what the rank runs (`CostModel`), transfers are those of
-`kllm.parallel.traffic` on the same link as the slice's. A ring's transfers hide behind attention,
-all others are added. Launches, sampling and scheduling are not in it. Fidelity: modelled.
+Steps take their floors (`kllm.bench.layout_cost`): launches, sampling and scheduling are not in
+them. Fidelity: modelled.
 """
 
 import math
@@ -11,19 +10,18 @@ from dataclasses import dataclass
 
 from kllm.bench.costmodel import CostModel
 from kllm.bench.fidelity_sides import GIB, MEMORY, FidelityLoad
+from kllm.bench.layout_cost import LayoutCost
 from kllm.config import ParallelConfig
 from kllm.hardware import Ceilings
 from kllm.models.load import ResolvedModel
 from kllm.models.shape import model_shape
-from kllm.parallel.footprint import footprint
+from kllm.parallel.footprint import ModelShape, footprint
 from kllm.parallel.link import Link
-from kllm.parallel.traffic import Step, busiest, traffic
-from kllm.quant.entry import DTYPE_BYTES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutModel:
-    """Predicts the steps of a layout."""
+    """Predicts the steps and runs of a layout on devices with these ceilings."""
 
     resolved: ResolvedModel
     layout: ParallelConfig
@@ -32,67 +30,28 @@ class LayoutModel:
 
     def decode_s(self, batch: int, context: int) -> float:
         """A step in which each of a group's `batch` requests makes one token."""
-        step = Step.decode(batch, context)
-        return self.layout.pp * self._stage_s(step)
+        return self._cost().step_floor(decodes=batch, context=context).seconds
 
     def prefill_s(self, tokens: int, cached: int) -> float:
         """A step with `tokens` of a group's prompt behind `cached` ones."""
-        pp = self.layout.pp
-        if pp == 1:
-            return self._stage_s(Step.chunk(tokens, cached))
-        # The stages work on micro-batches, and the pipeline fills and drains once.
-        part = self._stage_s(Step.chunk(max(1, tokens // pp), cached))
-        return (2 * pp - 1) * part
+        return self._cost().step_floor(prefill_tokens=tokens, prefill_start=cached).seconds
 
-    def _stage_s(self, step: Step) -> float:
-        layout, resolved = self.layout, self.resolved
-        cost = CostModel.of(resolved, self.ceilings)
-        rows = step.tokens / layout.cp
-        if step.prefill:
-            whole = cost.step_floor(
-                prefill_tokens=rows,
-                # The rows of a rank are spread over the chunk: their middle is the chunk's.
-                prefill_start=step.cached + (step.tokens - rows) / 2,
-            )
-        else:
-            whole = cost.step_floor(decodes=rows, context=step.cached)
-        seconds = {
-            name: self._bound(part.nbytes, part.flops, layout.tp)
-            for name, part in whole.parts.items()
-        }
-        # Entries of attention are not cut unless by heads; its work is.
-        if "attention" in seconds:
-            part = whole.parts["attention"]
-            seconds["attention"] = self._bound(part.nbytes * layout.tp, part.flops, layout.tp)
-        if "experts" in seconds and layout.ep > 1:
-            together = cost.step_floor(decodes=rows * layout.ep / layout.tp).parts["experts"]
-            seconds["experts"] = self._bound(together.nbytes, together.flops, layout.ep)
-        seconds = {name: value / layout.pp for name, value in seconds.items()}
-        shape = model_shape(resolved.family, resolved.config)
-        exchanges = busiest(
-            traffic(
-                shape,
-                layout,
-                step,
-                element_bytes=DTYPE_BYTES[resolved.dtype],
-                kv_dtype=resolved.kv_dtype,
-            ),
-            self.link,
+    def _cost(self) -> LayoutCost:
+        return LayoutCost(
+            cost=CostModel.of(self.resolved, self.ceilings),
+            shape=self._shape(),
+            layout=self.layout,
+            link=self.link,
         )
-        hops = sum(e.seconds(self.link) for e in exchanges if e.collective == "ring_shift")
-        others = sum(e.seconds(self.link) for e in exchanges if e.collective != "ring_shift")
-        attention = seconds.pop("attention", 0.0)
-        return sum(seconds.values()) + max(attention, hops) + others
 
-    def _bound(self, nbytes: float, flops: float, ways: int) -> float:
-        rate = self.ceilings.matmul(self.resolved.dtype)
-        return max(nbytes / self.ceilings.read_bytes_per_s, flops / rate) / ways
+    def _shape(self) -> ModelShape:
+        return model_shape(self.resolved.family, self.resolved.config)
 
     def memory_bytes(self, pool_tokens: int, requests: int) -> float:
         """Weights and KV of rank 0; activations are not modelled."""
         resolved = self.resolved
         first = footprint(
-            model_shape(resolved.family, resolved.config),
+            self._shape(),
             self.layout,
             dtype=resolved.dtype,
             kv_dtype=resolved.kv_dtype,

@@ -74,9 +74,12 @@ def _transfers(
         way = "CUDA IPC copy" if device.type == "cuda" else "shared memory copy"
         if here:
             foreign = channel.get()
-            copied = seconds_of_call(lambda x=x, foreign=foreign: x.copy_(foreign), device)
-            found.append((what, way, size, copied))
-            del foreign
+
+            def copy(x: torch.Tensor = x, foreign: torch.Tensor = foreign) -> None:
+                x.copy_(foreign)
+
+            found.append((what, way, size, seconds_of_call(copy, device)))
+            del foreign, copy
         else:
             channel.put(x)
             seconds_of_call(lambda: None, device)  # as many barriers as the other rank
