@@ -13,13 +13,14 @@ from kllm.engine.executor import Sharing, merge, rearranged, sharing_of
 from kllm.engine.memory import KVBudget
 from kllm.engine.rank import DeviceMemory
 from kllm.engine.rank_pool import RankPool, launch
-from kllm.engine.rank_protocol import Allocate, Build, Release, Settle, Step
+from kllm.engine.rank_protocol import Allocate, Build, Join, Release, Settle, Step
 from kllm.engine.step import sampled_on, steps_of
 from kllm.errors import CapacityError
 from kllm.models.load import ResolvedModel
 from kllm.parallel.distributed import host_store
 from kllm.parallel.layout import Place, place, rank_of
 
+JOIN_TIMEOUT_S = 120.0
 BUILD_TIMEOUT_S = 1800.0  # weights may come from a slow disk
 _layouts = itertools.count()
 
@@ -61,8 +62,9 @@ class MultiRankExecutor:
         config = replace(config, scale=resolved.scale, dtype=resolved.dtype)
         self._store, port = host_store(self._pool.host)
         at = (self._pool.host, port)
-        build = Build(config, at, f"layout-{next(_layouts)}")
-        budgets = self._pool.call([build] * layout.world, BUILD_TIMEOUT_S)
+        join = Join(config, at, f"layout-{next(_layouts)}")
+        self._pool.call([join] * layout.world, JOIN_TIMEOUT_S)
+        budgets = self._pool.call([Build()] * layout.world, BUILD_TIMEOUT_S)
         self.sharing: Sharing = sharing_of(config, smallest(budgets))
         allocate = Allocate(self.sharing.budget, self.sharing.stripes, self.sharing.ring)
         self._pool.call([allocate] * layout.world, BUILD_TIMEOUT_S)

@@ -3,8 +3,10 @@
 import torch
 
 from kllm.config import EngineConfig, ParallelConfig
+from kllm.errors import WorkerError
 from kllm.models.base import Groups
 from kllm.parallel import distributed, layout
+from kllm.parallel.communicator import Communicator
 from kllm.parallel.emulated import EmulatedComm
 from kllm.parallel.expert_placement import ExpertOptions
 from kllm.parallel.link import parse_link
@@ -22,6 +24,24 @@ def joined_groups(parallel: ParallelConfig) -> Groups:
         pp=distributed.join(layout.pp_groups(parallel)),
         experts=ExpertOptions.of(parallel),
     )
+
+
+def try_groups(groups: Groups, device: torch.device) -> None:
+    """Sum the ranks' numbers in every group: a link that does not work shows here and not later.
+
+    Raises:
+        WorkerError: when a group comes to a wrong sum.
+    """
+    for what in ("attn", "ep", "cp", "pp"):
+        comm: Communicator = getattr(groups, what)
+        found = torch.full((1,), float(comm.rank), device=device)
+        comm.all_reduce(found).wait()
+        want = comm.size * (comm.size - 1) / 2
+        if float(found) != want:
+            raise WorkerError(
+                f"the {what} group's sum came to {float(found)} on rank {comm.rank} and not to "
+                f"{want}; the link between the ranks is broken"
+            )
 
 
 def sliced_groups(config: EngineConfig, device: torch.device) -> Groups:

@@ -19,22 +19,25 @@ from typing import Any
 
 import torch
 
+from kllm.config import EngineConfig
 from kllm.core import Request
 from kllm.engine.memory import KVBudget
 from kllm.engine.rank import Rank
-from kllm.engine.rank_groups import joined_groups
+from kllm.engine.rank_groups import joined_groups, try_groups
 from kllm.engine.rank_protocol import (
     AUTHKEY,
     OBITUARY,
     Allocate,
     Build,
     Failure,
+    Join,
     Release,
     Settle,
     Step,
 )
 from kllm.engine.step import RankOutcome
-from kllm.models.load import resolve
+from kllm.models.base import Groups
+from kllm.models.load import ResolvedModel, resolve
 from kllm.parallel import distributed
 
 ALIVE_S = 1.0  # between two signs of life
@@ -45,6 +48,10 @@ class RankServer:
 
     def __init__(self, number: int) -> None:
         self.number = number
+        self._config: EngineConfig
+        self._resolved: ResolvedModel
+        self._device: torch.device
+        self._groups: Groups | None = None
         self._rank: Rank | None = None
         self._known: dict[str, Request] = {}
         self._requests: tuple[Request, ...] = ()
@@ -52,8 +59,11 @@ class RankServer:
     def answer(self, message: Any) -> Any:
         """What a message asks for."""
         match message:
+            case Join():
+                self._join(message)
+                return True
             case Build():
-                return self._build(message)
+                return self._build()
             case Allocate():
                 assert self._rank is not None
                 self._rank.allocate(
@@ -70,10 +80,10 @@ class RankServer:
                 return True
         raise AssertionError(f"unknown message {type(message).__name__}")
 
-    def _build(self, message: Build) -> KVBudget:
+    def _join(self, message: Join) -> None:
         config, world = message.config, message.config.parallel.world
-        resolved = resolve(config)
-        device = torch.device(resolved.device)
+        self._config, self._resolved = config, resolve(config)
+        device = torch.device(self._resolved.device)
         if device.type == "cuda":
             local = int(os.environ.get("LOCAL_RANK", self.number))
             device = torch.device("cuda", local)
@@ -81,8 +91,14 @@ class RankServer:
         else:
             torch.set_num_threads(1)  # the ranks share this machine's cores
         distributed.connect(message.store, message.prefix, self.number, world, device)
-        groups = joined_groups(config.parallel)
-        self._rank = Rank(config, resolved, groups, number=self.number, device=device)
+        self._groups, self._device = joined_groups(config.parallel), device
+        try_groups(self._groups, device)
+
+    def _build(self) -> KVBudget:
+        assert self._groups is not None, "the ranks have not joined"
+        self._rank = Rank(
+            self._config, self._resolved, self._groups, number=self.number, device=self._device
+        )
         return self._rank.budget
 
     def _step(self, message: Step) -> RankOutcome:
@@ -101,7 +117,7 @@ class RankServer:
     def _release(self) -> None:
         if self._rank is not None:
             self._rank.close()
-        self._rank = None
+        self._rank = self._groups = None
         self._known, self._requests = {}, ()
         distributed.disconnect()
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

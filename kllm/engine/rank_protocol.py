@@ -17,12 +17,17 @@ OBITUARY = "[kllm] "  # begins the line that says how a rank died
 
 
 @dataclass(frozen=True, slots=True)
-class Build:
-    """Join the others and load this rank's share; the answer is its `KVBudget`."""
+class Join:
+    """Meet the other ranks and try every group's exchange once; the answer is True."""
 
     config: EngineConfig
     store: tuple[str, int]  # where the ranks meet
     prefix: str  # of this layout's keys there
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """Load this rank's share; the answer is its `KVBudget`."""
 
 
 @dataclass(frozen=True, slots=True)
