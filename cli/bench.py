@@ -342,7 +342,9 @@ def ring_vs_allgather(
     link: Annotated[
         str, typer.Option(help="Links of rank-slices, by name or as SECONDS:BYTES/S.")
     ] = "nvlink4,nvlink5,pcie5,ib400",
-    chunk: Annotated[int, typer.Option(min=0, help="Tokens of a step; 0: by machine.")] = 0,
+    chunk: Annotated[
+        str, typer.Option(help="Tokens of a step, as in 8K,32K; default: by machine.")
+    ] = "",
     fidelity: Annotated[
         str, typer.Option(help="real, rank-slice, or auto: real where there is a device a rank.")
     ] = "auto",
@@ -372,9 +374,14 @@ def ring_vs_allgather(
         isls=_lengths("--isl", isl or ("512,2K" if small else "32K,128K,512K,1M")),
         cps=ranks,
         links=_names(link),
-        chunk=chunk or (256 if small else 8192),
+        chunks=_lengths("--chunk", chunk or ("256" if small else "8K")),
     )
-    named = {**locals(), "model": models[0], "link": bench.links[0], "token_budget": bench.chunk}
+    named = {
+        **locals(),
+        "model": models[0],
+        "link": bench.links[0],
+        "token_budget": bench.chunks[0],
+    }
     named["fidelity"] = "real"
     shared = _options(named)
     _run(bench, shared, choose(shared.config(), fidelity, max(ranks)))

@@ -41,6 +41,7 @@ UNITS = {
     "gb_per_s_needed": "GB/s",
 }
 
+LAYOUT = ("model", "cp", "chunk")  # columns that say what ran
 Row = Mapping[str, Any]
 
 
@@ -139,16 +140,16 @@ def predicted_crossings(sweep: Sweep, isl: int, link: str) -> str:
         for found in crossings(times, low, high)
     ] or [f"{times(low).best} is better from {low / 1e9:.3g} to {high / 1e9:.3g} GB/s"]
     return (
-        f"Predicted for the attention alone of {sweep.resolved.name}, cp {setting.ranks}, ISL "
-        f"{tokens(isl)}: {'; '.join(spots)}."
+        f"Predicted for the attention alone of {sweep.resolved.name}, cp {setting.ranks}, chunk "
+        f"{tokens(sweep.chunk)}, ISL {tokens(isl)}: {'; '.join(spots)}."
     )
 
 
-def conditions(sliced: bool, config: EngineConfig, chunk: int) -> list[str]:
+def conditions(sliced: bool, config: EngineConfig) -> list[str]:
     """What every number of a run rests on."""
     notes = [
-        f"Times of a prompt are put together from steps of {chunk} tokens, measured at both ends "
-        "and between; throughput counts the tokens of all ranks at this scale.",
+        "Times of a prompt are put together from steps (chunks) measured at both ends of it and "
+        "between; throughput counts the tokens of all ranks at this scale.",
         "Memory is above the weights, on a rank that does not own the prompt; its owner, which "
         "decodes it, holds all of its KV with both kinds.",
     ]
@@ -167,10 +168,10 @@ def conditions(sliced: bool, config: EngineConfig, chunk: int) -> list[str]:
 def conclude(record: Record) -> None:
     """Set verdict, boundary and the rows of the claim."""
     rows = record.ok_rows("sweep")
-    record.verdict = " ".join(map(_verdict, _groups(rows, "model", "cp"))) or (
+    record.verdict = " ".join(map(_verdict, _groups(rows, *LAYOUT))) or (
         "No point could be measured with both kinds."
     )
-    found = [*_along_length(rows), *_along_bandwidth(rows)]
+    found = [*_along_length(rows), *_along_chunk(rows), *_along_bandwidth(rows)]
     record.boundary = " ".join(found) or "No boundary can be told without measured points."
     _exposed(record)
     _claim(record, rows)
@@ -195,6 +196,10 @@ def _exposed(record: Record) -> None:
         )
 
 
+def _about(row: Row) -> str:
+    return f"{row['model']}, cp {row['cp']}, chunk {tokens(row['chunk'])}"
+
+
 def _groups(rows: Sequence[Row], *keys: str) -> list[list[Row]]:
     def key(row: Row) -> tuple[Any, ...]:
         return tuple(row[name] for name in keys)
@@ -212,7 +217,7 @@ def _verdict(rows: Sequence[Row]) -> str:
     )
     first = here[0]
     text = (
-        f"{first['model']} ({first['attention']}), cp {first['cp']}, ISL {tokens(longest)}: a ring "
+        f"{_about(first)} ({first['attention']}), ISL {tokens(longest)}: a ring "
         f"has {here[-1]['ratio']:.3g} times the throughput of all-gather over {here[-1]['link']}"
     )
     if len(here) > 1:
@@ -239,9 +244,9 @@ def crossing_points(points: Sequence[tuple[float, float]]) -> list[tuple[float, 
 
 def _along_length(rows: Sequence[Row]) -> Iterator[str]:
     """Along the prompt's length, for each model, degree and link."""
-    for group in _groups(rows, "model", "cp", "link"):
+    for group in _groups(rows, *LAYOUT, "link"):
         first = group[0]
-        about = f"{first['model']}, cp {first['cp']}, {first['link']} link:"
+        about = f"{_about(first)}, {first['link']} link:"
         found = crossing_points([(row["prompt_tokens"], row["ratio"]) for row in group])
         spots = [
             f"a ring {'wins' if above else 'loses'} from ISL {tokens(round(at))} on"
@@ -254,16 +259,37 @@ def _along_length(rows: Sequence[Row]) -> Iterator[str]:
         yield f"{about} {'; '.join(spots)}."
 
 
+def _along_chunk(rows: Sequence[Row]) -> Iterator[str]:
+    """Along the tokens of a step, at the longest prompt over each link."""
+    longest = max((row["prompt_tokens"] for row in rows), default=0)
+    here = [row for row in rows if row["prompt_tokens"] == longest]
+    for group in _groups(here, "model", "cp", "link"):
+        if len(group) < 2:
+            continue
+        first = group[0]
+        about = f"{first['model']}, cp {first['cp']}, {first['link']} link, ISL {tokens(longest)}:"
+        spots = [
+            f"a ring {'wins' if above else 'loses'} with steps of {tokens(round(at))} tokens "
+            "or more"
+            for at, above in crossing_points([(row["chunk"], row["ratio"]) for row in group])
+        ]
+        if not spots:
+            low, high = (tokens(f([row["chunk"] for row in group])) for f in (min, max))
+            wins = "faster" if first["ratio"] >= 1 else "slower"
+            spots = [f"a ring is {wins} with steps of {low} to {high} tokens"]
+        yield f"{about} {'; '.join(spots)}."
+
+
 def _along_bandwidth(rows: Sequence[Row]) -> Iterator[str]:
     """Along the link's bandwidth at the longest prompt of each model and degree."""
-    for group in _groups(rows, "model", "cp"):
+    for group in _groups(rows, *LAYOUT):
         longest = max(row["prompt_tokens"] for row in group)
         here = [row for row in group if row["prompt_tokens"] == longest]
         if len(here) < 2:
             continue
         first = here[0]
         points = [(parse_link(row["link"]).bytes_per_s / 1e9, row["ratio"]) for row in here]
-        about = f"{first['model']}, cp {first['cp']}, ISL {tokens(longest)}:"
+        about = f"{_about(first)}, ISL {tokens(longest)}:"
         found = crossing_points(points)
         spots = [
             f"a ring {'wins' if above else 'loses'} from {at:.3g} GB/s on" for at, above in found
@@ -296,12 +322,13 @@ def _claim(record: Record, rows: Sequence[Row]) -> None:
                 "model": row["model"],
                 "attention": row["attention"],
                 "cp": row["cp"],
+                "chunk": row["chunk"],
                 "link": row["link"],
                 "status": status_of(published, change),
             },
         )
     best = max(here, key=lambda row: row["ratio"])
-    tag = f"{best['model']} cp{best['cp']}.{best['link']}.isl{CLAIM_ISL}".replace(" ", ".")
+    tag = f"{best['model']}.cp{best['cp']}.chunk{best['chunk']}.{best['link']}.isl{CLAIM_ISL}"
     pairs = zip(record.values[f"ring_s.{tag}"], record.values[f"all_gather_s.{tag}"], strict=True)
     for ring, gather in pairs:
         record.add(published.metric, 100 * (gather / ring - 1), unit="%", direction="higher")
@@ -310,9 +337,9 @@ def _claim(record: Record, rows: Sequence[Row]) -> None:
     ]
     record.notes.append(
         f"Claim: {published.statement} +{published.published} %; largest measured "
-        f"{100 * (best['ratio'] - 1):+.3g} % ({best['model']}, {best['attention']}, cp "
-        f"{best['cp']}, {best['link']}); reproduced in {len(reached)} of {len(here)} points"
-        + (": " + ", ".join(f"{r['model']} {r['link']}" for r in reached) if reached else "")
+        f"{100 * (best['ratio'] - 1):+.3g} % ({_about(best)}, {best['attention']}, "
+        f"{best['link']}); reproduced in {len(reached)} of {len(here)} points"
+        + (": " + ", ".join(f"{_about(row)}, {row['link']}" for row in reached) if reached else "")
         + "."
     )
 

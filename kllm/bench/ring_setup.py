@@ -13,7 +13,7 @@ from kllm.config import EngineConfig, ParallelConfig
 from kllm.errors import ConfigError
 from kllm.models import presets
 from kllm.models.devices import choose_device
-from kllm.models.load import resolve
+from kllm.models.load import FEWEST_LAYERS, resolve
 from kllm.models.shape import model_shape
 from kllm.parallel.layout import problem
 
@@ -21,7 +21,7 @@ DENSE = "dense"  # the same model without its indexer: every layer attends to al
 MODEL = "model"  # attention as the model has it
 ATTENTIONS = (MODEL, DENSE)
 # A few layers show what attention takes; all that fit would leave no room for long prompts.
-FEW_LAYERS = "layers:4"
+FEW_LAYERS = f"layers:{FEWEST_LAYERS}"
 WITH_INDEXER = ("glm_moe_dsa", "deepseek_v32")
 
 
@@ -56,7 +56,10 @@ def cut(config: EngineConfig) -> EngineConfig:
 def with_ranks(config: EngineConfig, ranks: int) -> EngineConfig:
     """The config with so many context-parallel ranks, and experts spread over them if possible."""
     resolved = resolve(replace(config, scale="tiny" if config.scale == "tiny" else "full"))
-    dims = model_shape(resolved.family, resolved.config).dims
+    # What a layout cuts is the same in a cut model, whose shape is known sooner.
+    layers = min(FEWEST_LAYERS, resolved.config.num_hidden_layers)
+    cut_config = resolved.family.scaled_config(resolved.config, layers)
+    dims = model_shape(resolved.family, cut_config).dims
     spread = ParallelConfig(cp=ranks, ep=ranks, cp_kind="ring")
     whole = ParallelConfig(cp=ranks, cp_kind="ring")
     return replace(config, parallel=whole if problem(dims, spread) else spread)

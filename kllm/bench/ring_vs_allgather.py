@@ -9,6 +9,7 @@ place is a real step of the engine; the time of a prompt is put together from th
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Any
 
 from kllm.bench import ring_findings as findings
@@ -48,20 +49,20 @@ UNITS = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingVsAllGatherBench:
-    """Sweep over prompt length, context-parallel degree, link and model."""
+    """Sweep over prompt length, step length, context-parallel degree, link and model."""
 
     models: Sequence[str]
     attentions: Sequence[str] = (MODEL,)
     isls: Sequence[int]  # prompt tokens
     cps: Sequence[int]  # context-parallel ranks
     links: Sequence[str]  # of rank-slices
-    chunk: int  # tokens of a step
+    chunks: Sequence[int]  # tokens of a step
 
     def __post_init__(self) -> None:
         for what, values, least in (
             ("isl", self.isls, 1),
             ("cp", self.cps, 2),
-            ("chunk", [self.chunk], 1),
+            ("chunk", self.chunks, 1),
         ):
             if not values or min(values) < least:
                 raise ConfigError(f"{what} must be {least} or more, got {list(values)}")
@@ -83,7 +84,7 @@ class RingVsAllGatherBench:
             "isl": list(self.isls),
             "cp": list(self.cps),
             "links": list(self.links),
-            "chunk": self.chunk,
+            "chunk": list(self.chunks),
         }
 
     def measure(self, ctx: Context, record: Record) -> None:
@@ -95,25 +96,26 @@ class RingVsAllGatherBench:
         ctx.progress("measuring this machine", 0, 1)
         ceilings(resolve(ctx.config).device)  # predictions and the automatic choice use them
         sliced = ctx.config.fidelity == "rank-slice"
-        record.notes += findings.conditions(sliced, ctx.config, self.chunk)
+        record.notes += findings.conditions(sliced, ctx.config)
         with nullcontext() if sliced else launch(max(self.cps)) as pool:
             for config in self._layouts(ctx.config):
                 self._layout(ctx, record, config, pool)
 
     def _layouts(self, config: EngineConfig) -> Iterator[EngineConfig]:
-        """A config of each model, attention and degree; valid until the next one is asked for."""
+        """A config of each layout and step length, valid until the next one is asked for."""
         for model in self.models:
             for attention in self.attentions:
                 with attention_folder(model, attention, config.scale) as name:
                     load = config.load if attention == MODEL else "random"
-                    for cp in self.cps:
-                        yield self._config(replace(config, model=name, load=load), cp)
+                    named = replace(config, model=name, load=load)
+                    for cp, chunk in product(self.cps, self.chunks):
+                        yield self._config(named, cp, chunk)
 
-    def _config(self, config: EngineConfig, cp: int) -> EngineConfig:
-        scheduler = replace(config.scheduler, max_batch=1, token_budget=self.chunk)
+    def _config(self, config: EngineConfig, cp: int, chunk: int) -> EngineConfig:
+        scheduler = replace(config.scheduler, max_batch=1, token_budget=chunk)
         config = with_ranks(replace(config, scheduler=scheduler, graphs=False), cp)
         # The pool that an engine would start with is only as large as one step.
-        return replace(cut(config), max_model_len=self.chunk)
+        return replace(cut(config), max_model_len=chunk)
 
     def _layout(
         self, ctx: Context, record: Record, config: EngineConfig, pool: RankPool | None
@@ -136,11 +138,12 @@ class RingVsAllGatherBench:
                     if isl > most:
                         arm.refuse(isl, f"the model has {most} positions")
                 arm.fit(prompt, sliced=sliced, ranks_here=here)
+            title = f"{resolved.name} cp{cp} chunk{prompt.chunk}"
             try:
-                self._rounds(ctx, record, prompt, arms, links, f"{resolved.name} cp{cp}")
+                self._rounds(ctx, record, prompt, arms, links, title)
             finally:  # an interrupt leaves the rounds that are complete
                 if all(arm.rounds for arm in arms.values()):
-                    sweep = _sweep(config, resolved, self.chunk)
+                    sweep = _sweep(config, resolved)
                     _report(record, sweep, prompt, arms, self.isls, links)
         finally:
             prompt.close()
@@ -154,7 +157,7 @@ class RingVsAllGatherBench:
         links: Mapping[str, Link | None],
         title: str,
     ) -> None:
-        steps = {kind: len(arm.places(self.chunk)) for kind, arm in arms.items()}
+        steps = {kind: len(arm.places(prompt.chunk)) for kind, arm in arms.items()}
         total = sum(steps.values()) * (1 + ctx.repeats * len(links))
         done = 0
 
@@ -167,17 +170,22 @@ class RingVsAllGatherBench:
             for kind in KINDS if number % 2 == 0 else KINDS[::-1]:
                 arms[kind].run(prompt, dict(links), tell, keep=number >= 0)
             if number >= 0:
-                self._store(record, arms, links, title)
+                self._store(record, arms, links, title, prompt.chunk)
 
     def _store(
-        self, record: Record, arms: Mapping[str, Arm], links: Mapping[str, Link | None], title: str
+        self,
+        record: Record,
+        arms: Mapping[str, Arm],
+        links: Mapping[str, Link | None],
+        title: str,
+        chunk: int,
     ) -> None:
         """Keep what the latest round says of every prompt."""
         for link in links:
             for isl in self.isls:
                 tag = f"{title}.{link}.isl{isl}".replace(" ", ".")
                 for kind in KINDS:
-                    for cost in arms[kind].prompts(link, isl, self.chunk)[-1:]:
+                    for cost in arms[kind].prompts(link, isl, chunk)[-1:]:
                         record.add(f"{kind}_s.{tag}", cost.seconds, unit="s", direction="lower")
                         if cost.transfer_s:
                             share = cost.exposed_s / cost.transfer_s
@@ -189,9 +197,9 @@ class RingVsAllGatherBench:
         findings.conclude(record)
 
 
-def _sweep(config: EngineConfig, resolved: ResolvedModel, chunk: int) -> Sweep:
+def _sweep(config: EngineConfig, resolved: ResolvedModel) -> Sweep:
     shape = model_shape(resolved.family, resolved.config)
-    return Sweep(config, resolved, shape.attention, chunk)
+    return Sweep(config, resolved, shape.attention, config.scheduler.token_budget)
 
 
 def _report(
@@ -203,7 +211,8 @@ def _report(
     links: Mapping[str, Link | None],
 ) -> None:
     """Rows of everything that was measured of a layout, and of what was predicted."""
-    about = {"model": sweep.resolved.name, "cp": sweep.config.parallel.cp}
+    about: dict[str, Any] = {"model": sweep.resolved.name, "cp": sweep.config.parallel.cp}
+    about |= {"chunk": sweep.chunk}
     for isl in sorted(set(isls)):
         record.row("memory", about | _memory(prompt, arms, isl), UNITS)
         record.row("balance", about | _balance(prompt.stripes, isl, sweep.chunk))

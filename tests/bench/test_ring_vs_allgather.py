@@ -45,7 +45,7 @@ def ceilings(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def bench(**options: Any) -> RingVsAllGatherBench:
     given = {"models": ("glm-5.2",), "isls": (300, 1024), "cps": (2,), "links": ("nvlink4",)}
-    return RingVsAllGatherBench(**{"chunk": 256, **given, **options})
+    return RingVsAllGatherBench(**{"chunks": (256,), **given, **options})
 
 
 def run(made: RingVsAllGatherBench, folder: Path, fidelity: str, repeats: int = 2) -> RunResult:
@@ -68,7 +68,7 @@ def test_all_ranks_run_in_processes_of_their_own(tmp_path: Path) -> None:
     for row in sweep:
         assert row["state"] == "ok"
         assert row["ratio"] > 0
-    seconds = result.metrics["ring_s.glm-5.2.cp2.real.isl1024"].values
+    seconds = result.metrics["ring_s.glm-5.2.cp2.chunk256.real.isl1024"].values
     assert len(seconds) == 2
     assert sweep[1]["ring_tokens_per_s"] == pytest.approx(1024 / (sum(seconds) / 2))
     assert result.find_series("exposure") is None, "real transfers are not watched"
@@ -108,7 +108,7 @@ def test_a_slice_tells_links_apart_and_what_they_expose(tmp_path: Path) -> None:
         "selected latents",
     }
     assert result.boundary is not None
-    assert "llama-3-8b, cp 2, ISL 1K:" in result.boundary
+    assert "llama-3-8b, cp 2, chunk 256, ISL 1K:" in result.boundary
 
 
 def test_lengths_that_do_not_fit_are_marked_and_the_ring_goes_on(
@@ -145,7 +145,7 @@ def test_an_interrupt_keeps_the_rounds_that_are_complete(tmp_path: Path) -> None
     result, _ = run_bench(bench(models=("llama-3-8b",)), ctx, tmp_path)
     assert result.extra == {"interrupted": True}
     assert [row["state"] for row in rows(result, "sweep")] == ["ok", "ok"]
-    assert len(result.metrics["ring_s.llama-3-8b.cp2.nvlink4.isl1024"].values) == 2
+    assert len(result.metrics["ring_s.llama-3-8b.cp2.chunk256.nvlink4.isl1024"].values) == 2
 
 
 class Short:
@@ -195,9 +195,9 @@ def test_crossings_lie_on_lines_between_logarithms() -> None:
     assert (second[0], second[1]) == (pytest.approx(1000), True)
 
 
-def point(link: str, isl: int, ratio: float) -> Mapping[str, Any]:
-    about = {"model": "m", "attention": "MLA", "cp": 8, "link": link, "prompt_tokens": isl}
-    return about | {"ratio": ratio, "state": "ok"}
+def point(link: str, isl: int, ratio: float, chunk: int = 8192) -> Mapping[str, Any]:
+    about = {"model": "m", "attention": "MLA", "cp": 8, "chunk": chunk, "link": link}
+    return about | {"prompt_tokens": isl, "ratio": ratio, "state": "ok"}
 
 
 def test_findings_name_the_boundary_and_where_the_claim_is_reproduced(tmp_path: Path) -> None:
@@ -208,13 +208,13 @@ def test_findings_name_the_boundary_and_where_the_claim_is_reproduced(tmp_path: 
         for isl, ratio in zip((CLAIM_ISL // 4, CLAIM_ISL), ratios, strict=True):
             record.row("sweep", point(link, isl, ratio))
             for kind, seconds in (("ring", 1.0), ("all_gather", ratio)):
-                tag = f"{kind}_s.m.cp8.{link}.isl{isl}"
+                tag = f"{kind}_s.m.cp8.chunk8192.{link}.isl{isl}"
                 record.add(tag, seconds, unit="s", direction="lower")
     conclude(record)
     result = record.result()
     assert result.verdict == (
-        "m (MLA), cp 8, ISL 512K: a ring has 1.25 times the throughput of all-gather over nvlink4 "
-        "and 0.9 times over ib400."
+        "m, cp 8, chunk 8K (MLA), ISL 512K: a ring has 1.25 times the throughput of all-gather "
+        "over nvlink4 and 0.9 times over ib400."
     )
     assert result.boundary is not None
     assert "ib400 link: a ring is slower in the whole swept range, ISL 128K to 512K." in (
@@ -230,6 +230,17 @@ def test_findings_name_the_boundary_and_where_the_claim_is_reproduced(tmp_path: 
     assert (row.status, row.fidelity) == ("reproduced", "rank-slice")
     assert row.measured is not None
     assert row.measured.values == (pytest.approx(25),)
+
+
+def test_the_boundary_along_the_length_of_steps_is_found(tmp_path: Path) -> None:
+    about = Subject(name="ring-vs-allgather", model="m", scale="layers:4", dtype="bfloat16")
+    record = Record(about, tmp_path)
+    for chunk, ratio in ((1 << 13, 0.5), (1 << 15, 2.0)):
+        record.row("sweep", point("ib400", 1 << 18, ratio, chunk))
+    conclude(record)
+    assert record.boundary is not None
+    words = "ib400 link, ISL 256K: a ring wins with steps of 16K tokens or more."
+    assert words in record.boundary
 
 
 def test_the_dense_twin_of_a_model_has_its_dimensions_and_no_indexer() -> None:
@@ -250,9 +261,7 @@ def test_one_run_shows_sparse_and_dense_attention_of_a_model(tmp_path: Path) -> 
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(GLM))
     config = EngineConfig(model=str(folder), load="random", scale="full", device="cpu")
-    made = bench(
-        models=(str(folder),), attentions=("model", "dense"), isls=(96, 192), chunk=64, cps=(2,)
-    )
+    made = bench(models=(str(folder),), attentions=("model", "dense"), isls=(96, 192), chunks=(64,))
     ctx = Context(config=choose(config, "rank-slice", 2), repeats=1)
     result, _ = run_bench(made, ctx, tmp_path / "results")
     found = [(r["model"], r["attention"], r["state"]) for r in rows(result, "sweep")]
