@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kllm.cli.console import err, out
-from kllm.cli.options import DEFAULT_OUTPUT, AsJson, Device, Dtype, Scale
+from kllm.cli.options import DEFAULT_OUTPUT, AsJson, Device, Dtype, LinkName, Scale
 
 if TYPE_CHECKING:
     from kllm.tuners.tune import Tuned
@@ -24,6 +24,20 @@ def tune(
         str | None,
         typer.Option(help="Load: chat (default), long-context, agent or batch."),
     ] = None,
+    world: Annotated[
+        int | None,
+        typer.Option(min=1, help="Ranks of a layout; default: the GPUs present, or 1."),
+    ] = None,
+    layout: Annotated[
+        str, typer.Option(help="The only layout, as tp=2,dp=4,ep=8; default: all of --world.")
+    ] = "",
+    fidelity: Annotated[
+        str | None,
+        typer.Option(
+            help="real: all ranks run; rank-slice: one of them; default: real if GPUs suffice."
+        ),
+    ] = None,
+    link: LinkName = "nvlink4",
     isl: Annotated[str, typer.Option(help="Prompt tokens, as 512 or 256-768.")] = "",
     osl: Annotated[str, typer.Option(help="Output tokens, as 128 or 64-192.")] = "",
     concurrency: Annotated[
@@ -48,7 +62,11 @@ def tune(
         float | None, typer.Option(min=1, help="Seconds of one trial; default: by a pilot run.")
     ] = None,
     storage: Annotated[
-        str, typer.Option(help="journal:PATH or an Optuna URL; default: a journal in --output.")
+        str,
+        typer.Option(
+            help="journal:PATH, or an Optuna URL as postgresql+psycopg2://user:pw@host/db; several "
+            "processes may share it. Default: a journal in --output."
+        ),
     ] = "",
     study: Annotated[str, typer.Option(help="Study name; default: a new one.")] = "",
     resume: Annotated[
@@ -69,7 +87,7 @@ def tune(
     from kllm.config import EngineConfig
     from kllm.errors import ConfigError
     from kllm.tuners.resume import OPTIONS, STORED
-    from kllm.tuners.setup import Request
+    from kllm.tuners.setup import Request, default_world
     from kllm.tuners.tune import Options
     from kllm.tuners.tune import tune as run
 
@@ -81,7 +99,12 @@ def tune(
         )
     request = Request(
         config=EngineConfig(
-            model=model or STORED, scale=scale, device=device, dtype=dtype, seed=seed
+            model=model or STORED,
+            scale=scale,
+            device=device,
+            dtype=dtype,
+            seed=seed,
+            link=link,
         ),
         workload=workload or "chat",
         isl=isl,
@@ -92,6 +115,9 @@ def tune(
         slo=slo,
         fixed=tuple(fix or ()),
         seed=seed,
+        world=world or (1 if layout else default_world(device)),
+        layout=layout,
+        fidelity=fidelity or "",
     )
     options = Options(
         output=output,

@@ -9,6 +9,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from kllm.tuners.outcome import PER_GPU
 from kllm.tuners.setup import Setup, describe
 from kllm.tuners.space import Value
 from kllm.tuners.study import Trial
@@ -42,8 +43,17 @@ class PlainView(Watcher):
         self.doing = ""
         work, goal = setup.workload, setup.goal
         names = " and ".join(o.name for o in goal.objectives)
+        ranks = ""
+        if setup.deployment is not None:
+            allowed, excluded = len(setup.space.rows), len(setup.deployment.excluded)
+            over = f" over {setup.base.link}" if setup.fidelity == "rank-slice" else ""
+            ranks = (
+                f"; {setup.world} ranks, fidelity {setup.fidelity}{over}, {allowed} layouts "
+                f"({excluded} left out)"
+            )
         self.line(
-            f"study {study}: {setup.resolved.display_name} on {setup.device_name}; {work.name} "
+            f"study {study}: {setup.resolved.display_name} on {setup.device_name}{ranks}; "
+            f"{work.name} "
             f"({work.isl} tokens in, {work.osl} out, {work.concurrency} in flight, "
             f"{work.num_requests} requests a trial); {names} under {goal.slo}; "
             f"{len(setup.space.points)} valid settings, {trials} trials"
@@ -91,6 +101,8 @@ class PlainView(Watcher):
         first = goal.objectives[0]
         value = trial.metrics.get(first.metric)
         figure = f"{value:.4g} {first.unit}" if value is not None else ""
+        if PER_GPU in trial.metrics:
+            figure += f", {trial.metrics[PER_GPU]:.4g} good ones per GPU ({self.setup.fidelity})"
         if goal.slo.limited and "attainment" in trial.metrics:
             figure += f", {trial.metrics['attainment']:.0%} in the SLO"
         words = trial.reason or figure

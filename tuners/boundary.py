@@ -10,8 +10,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kllm.tuners.layouts import layout_name
 from kllm.tuners.objective import Goal, Slo
 from kllm.tuners.outcome import measure
+from kllm.tuners.setup import describe
 from kllm.tuners.space import Value
 from kllm.tuners.study import Trial
 
@@ -117,13 +119,48 @@ def statement(
         if row.trial is None:
             parts.append(f"with {where} limits no measured setting meets the SLO")
         else:
-            words = _settings(row.trial, default, free)
+            words = describe(row.trial.settings, default, free)
             parts.append(f"with {where} limits {words} (trial {row.trial.number}) is better")
     if below is None and above is None:
         parts.append(f"no crossover within the swept range of {span} the limits")
     return "; ".join(parts) + "."
 
 
-def _settings(trial: Trial, default: Mapping[str, Value], free: Sequence[str]) -> str:
-    changes = [f"{n}={trial.settings[n]}" for n in free if trial.settings[n] != default[n]]
-    return ", ".join(changes) or "the default"
+def runner_up(goal: Goal, winner: Trial, trials: Sequence[Trial]) -> str:
+    """How far the best other layout is behind, and where it takes over, from measured trials."""
+    ours = layout_name(winner.settings)
+    others = [t for t in trials if t.metrics and layout_name(t.settings) != ours]
+    ended = [t for t in others if t.measured]
+    first = goal.objectives[0]
+    if not ended:
+        early = f"; {len(others)} trials of others were stopped early" if others else ""
+        return f"No other layout ran to its end{early}."
+    best = ended[0]
+    for trial in ended[1:]:
+        if goal.better(trial.metrics, best.metrics):
+            best = trial
+    name = layout_name(best.settings)
+    words = f"The runner-up layout is {name} (trial {best.number})"
+    if not goal.feasible(best.metrics):
+        return f"{words}, which misses {goal.slo}."
+    one, other = winner.metrics[first.metric], best.metrics[first.metric]
+    behind = 1 - other / one if first.sign > 0 else other / one - 1
+    side = "behind" if behind >= 0 else "ahead"
+    words += f": {abs(behind):.1%} {side} in {first.name} ({other:.4g} against {one:.4g})"
+    if not goal.slo.limited or first.sign < 0:
+        return f"{words}."
+    rows = sweep(goal, winner, [winner, *ended])
+    span = f"{rows[0].factor:g} to {rows[-1].factor:g} times"
+    found = region(rows)
+    if found is None:
+        return f"{words}."
+    crossings = [
+        f"with limits {side} {edge:.2g} times those, {layout_name(row.trial.settings)} is better"
+        for row, edge, side in (
+            (next((r for r in reversed(rows) if r.factor < found[0]), None), found[0], "below"),
+            (next((r for r in rows if r.factor > found[1]), None), found[1], "above"),
+        )
+        if row is not None and row.trial is not None
+    ]
+    where = "; ".join(crossings) or f"no other layout takes over for limits of {span} those"
+    return f"{words}; {where}."

@@ -15,6 +15,7 @@ from kllm.tuners.objective import Goal
 from kllm.tuners.sampler import merits
 from kllm.tuners.space import Space
 
+LAYOUT = "layout"  # stands for the parameters whose values come in rows
 FEWEST_TRIALS = 6  # below this the surrogate says little more than its prior
 
 
@@ -37,7 +38,13 @@ def importance(
     tried = np.array([index for index, _ in measured], dtype=np.int64)
     rng = np.random.default_rng(seed)
     belief = surrogate.fit(space.features, y, tried, predicted=None, rng=rng).mean
-    effects = {name: _total_effect(space, name, belief) for name in space.free}
+    effects = {
+        name: _total_effect(space, (name,), belief)
+        for name in space.free
+        if name not in space.joint
+    }
+    if len(space.rows) > 1:
+        effects[LAYOUT] = _total_effect(space, space.joint, belief)
     total = sum(effects.values())
     if total <= 0:
         return {}
@@ -45,10 +52,10 @@ def importance(
     return {name: effect / total for name, effect in ranked}
 
 
-def _total_effect(space: Space, name: str, values: NDArray[np.float64]) -> float:
-    """Mean variance of `values` within groups of points that differ in one parameter only."""
-    column = [param.name for param in space.params].index(name)
+def _total_effect(space: Space, names: Sequence[str], values: NDArray[np.float64]) -> float:
+    """Mean variance of `values` within groups of points that differ in these parameters only."""
+    others = [i for i, param in enumerate(space.params) if param.name not in names]
     groups: dict[tuple[object, ...], list[int]] = {}
     for i, point in enumerate(space.points):
-        groups.setdefault((*point[:column], *point[column + 1 :]), []).append(i)
+        groups.setdefault(tuple(point[column] for column in others), []).append(i)
     return float(np.mean([np.var(values[members]) for members in groups.values()]))

@@ -51,7 +51,9 @@ class Progress:
 class Outcome:
     """One trial's run.
 
-    A stopped run (it could not win any more) keeps what it measured until then.
+    A stopped run (it could not win any more) keeps what it measured until then. A rank-slice
+    serves the requests of one group of ranks and stands for `groups` of them: `requests` and
+    `num_requests` are its own, tokens in `ticks` and `num_output_tokens` those of all groups.
     """
 
     state: State
@@ -65,6 +67,8 @@ class Outcome:
     num_requests: int = 0
     num_output_tokens: int = 0
     fidelity: Literal["real", "rank-slice"] = "real"
+    groups: int = 1
+    ranks: int = 1  # of the layout
     requests: tuple[Served, ...] = ()
     ticks: tuple[Tick, ...] = ()
 
@@ -92,9 +96,12 @@ def thin(ticks: Sequence[Tick]) -> tuple[Tick, ...]:
     return tuple(ticks[i] for i in picks)
 
 
+PER_GPU = "goodput_per_gpu_tokens_per_s"  # of several ranks; on a CPU a rank stands for a GPU
+
 # name: (unit, direction)
 METRICS: dict[str, tuple[str, Direction]] = {
     "goodput_tokens_per_s": ("tokens/s", "higher"),
+    PER_GPU: ("tokens/s", "higher"),
     "goodput_requests_per_s": ("requests/s", "higher"),
     "output_tokens_per_s": ("tokens/s", "higher"),
     "requests_per_s": ("requests/s", "higher"),
@@ -121,19 +128,22 @@ def measure(outcome: Outcome, slo: Slo) -> dict[str, float]:
         return {}
     good = [row for row in rows if slo.met_by(row)]
     attainment = len(good) / len(rows) if rows else 0.0
+    groups = outcome.groups
     if outcome.state == "complete":
-        tokens = float(sum(row.osl for row in rows if row.ok))
-        good_tokens = float(sum(row.osl for row in good))
+        tokens = float(groups * sum(row.osl for row in rows if row.ok))
+        good_tokens = float(groups * sum(row.osl for row in good))
     else:
         tokens = float(outcome.ticks[-1].output_tokens) if outcome.ticks else 0.0
         good_tokens = tokens * attainment
     values = {
         "goodput_tokens_per_s": good_tokens / seconds,
-        "goodput_requests_per_s": len(good) / seconds,
+        "goodput_requests_per_s": groups * len(good) / seconds,
         "output_tokens_per_s": tokens / seconds,
-        "requests_per_s": len(rows) / seconds,
+        "requests_per_s": groups * len(rows) / seconds,
         "attainment": attainment,
     }
+    if outcome.ranks > 1:
+        values[PER_GPU] = values["goodput_tokens_per_s"] / outcome.ranks
     if slo.limited and rows:
         ratios = [slo.ratio(row) for row in rows]
         quantile = np.percentile(ratios, 100 * slo.attainment, method="inverted_cdf")

@@ -1,6 +1,6 @@
 """What a study leaves behind: a result, a recipe and a report, all from stored trials."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -18,14 +18,15 @@ from kllm.recipes.schema import (
 )
 from kllm.recipes.schema import save as save_recipe
 from kllm.results.report import render_html
-from kllm.results.schema import Fidelity, Fingerprint, Metric, RunResult, Series
+from kllm.results.schema import Fingerprint, Metric, RunResult, Series
 from kllm.results.store import save as save_result
 from kllm.results.store import slug, write_atomic
-from kllm.tuners import boundary
+from kllm.tuners import boundary, layout_output
 from kllm.tuners.finish import Comparison, verdict
 from kllm.tuners.importance import importance
+from kllm.tuners.layouts import layout_name
 from kllm.tuners.objective import Objective
-from kllm.tuners.outcome import METRICS
+from kllm.tuners.outcome import METRICS, PER_GPU
 from kllm.tuners.setup import Setup, describe
 from kllm.tuners.space import Settings
 from kllm.tuners.study import Trial
@@ -33,6 +34,7 @@ from kllm.tuners.study import Trial
 # What a recipe quotes; everything else is in the result.
 QUOTED = (
     "goodput_tokens_per_s",
+    PER_GPU,
     "output_tokens_per_s",
     "attainment",
     "ttft_p50_ms",
@@ -145,7 +147,7 @@ def result_of(findings: Findings) -> RunResult:
     setup, comparison = findings.setup, findings.comparison
     clocks = Clocks()
     clocks.look()
-    config = setup.space.config(findings.recommended)
+    config = setup.config(findings.recommended)
     return RunResult(
         run_id=new_run_id(findings.started_at),
         command=findings.command,
@@ -155,7 +157,7 @@ def result_of(findings: Findings) -> RunResult:
         model=setup.resolved.name,
         scale=setup.resolved.scale,
         dtype=setup.resolved.dtype,
-        fidelity=fidelity_of(findings.trials),
+        fidelity=setup.base.fidelity,
         duration_s=findings.duration_s,
         kllm_version=__version__,
         commit=code_commit(),
@@ -180,12 +182,6 @@ def result_of(findings: Findings) -> RunResult:
 def question(setup: Setup) -> str:
     """What was asked, without the study's name: two answers to it can be compared."""
     return slug("-".join(["tune", setup.workload.name, *(o.name for o in setup.goal.objectives)]))
-
-
-def fidelity_of(trials: Sequence[Trial]) -> Fidelity:
-    """That of the trials, which is one for all of a study."""
-    found: Iterator[Fidelity] = (o.fidelity for t in trials if (o := t.outcome))
-    return next(found, "real")
 
 
 def metrics_of(comparison: Comparison) -> dict[str, Metric]:
@@ -221,6 +217,8 @@ def series_of(findings: Findings) -> list[Series]:
         found.append(Series.of("importance", ranked))
     if not goal.single:
         found.append(_front(goal.objectives[:2], shown, findings))
+    if setup.deployment is not None:
+        found += layout_output.series_of(goal, setup.deployment, shown, with_front=goal.single)
     found += _slo_sweep(findings)
     return found
 
@@ -236,6 +234,7 @@ def _trial_row(trial: Trial, findings: Findings) -> dict[str, Any]:
         "state": STATES[trial.state],
         "reason": reason,
         "objective": trial.metrics.get(goal.objectives[0].metric) if counts else None,
+        **({"layout": layout_name(trial.settings)} if space.joint else {}),
         **{f"param.{name}": trial.settings[name] for name in space.free},
         **{f"metric.{name}": trial.metrics.get(name) for name in METRICS},
     }
@@ -280,10 +279,21 @@ def boundary_of(findings: Findings) -> str | None:
     if trial is None or findings.misses_slo:
         return None
     if rows := findings.slo_sweep:
-        return boundary.statement(goal, rows, space.default, space.free)
-    near = boundary.near_values(goal, trial, findings.trials, space.free)
-    kept = "; ".join(f"{k} {', '.join(map(str, v))}" for k, v in near.items() if len(v) > 1)
-    return f"Within 5 % of it came: {kept}." if kept else "No other setting came within 5 % of it."
+        sentence = boundary.statement(goal, rows, space.default, space.free)
+    else:
+        near = boundary.near_values(goal, trial, findings.trials, _alone(findings))
+        kept = "; ".join(f"{k} {', '.join(map(str, v))}" for k, v in near.items() if len(v) > 1)
+        no_other = "No other setting came within 5 % of it."
+        sentence = f"Within 5 % of it came: {kept}." if kept else no_other
+    if len(space.rows) > 1:
+        sentence += " " + boundary.runner_up(goal, trial, findings.rivals)
+    return sentence
+
+
+def _alone(findings: Findings) -> list[str]:
+    """Free parameters that can be changed without changing another one."""
+    space = findings.setup.space
+    return [name for name in space.free if name not in space.joint]
 
 
 def notes_of(findings: Findings) -> list[str]:
@@ -295,6 +305,8 @@ def notes_of(findings: Findings) -> list[str]:
         f"{counts['complete']} trials ran to their end, {counts['stopped']} were stopped early, "
         f"{counts['failed']} failed, {counts['pruned']} were ruled out before they ran."
     )
+    if setup.deployment is not None:
+        notes += layout_output.notes_of(setup.deployment, setup.config(findings.recommended))
     if setup.resolved.weights is None:
         notes.append("Random weights: timings and memory are real, the text is meaningless.")
     if findings.recommended["kv_dtype"] != setup.space.default["kv_dtype"]:
@@ -308,13 +320,15 @@ def notes_of(findings: Findings) -> list[str]:
 def recipe_of(findings: Findings, result: RunResult) -> Recipe:
     """The recommended settings as a recipe."""
     setup, goal = findings.setup, findings.setup.goal
+    # The deployment's settings: which rank was run, and how, belongs to the measurement.
     config = setup.space.config(findings.recommended)
     machine = hardware.detect()
     gpu = machine.gpus[0] if setup.device == "cuda" else None
     memory = gpu.memory_bytes if gpu else machine.memory_bytes
     slo = goal.slo.to_dict()
     engine = engine_changes(config)
-    engine.pop("device", None)  # part of the hardware, and "cuda:3" would not suit another machine
+    for name in ("device", "fidelity", "link", "slice_rank"):
+        engine.pop(name, None)  # and "cuda:3" would not suit another machine
     return Recipe(
         name=findings.study,
         model=setup.base.model,
@@ -345,12 +359,14 @@ def recipe_of(findings: Findings, result: RunResult) -> Recipe:
 
 
 def _recipe_boundary(findings: Findings) -> Boundary | None:
-    goal, space = findings.setup.goal, findings.setup.space
+    goal = findings.setup.goal
     trial = findings.recommended_trial
     sentence = boundary_of(findings)
     if trial is None or sentence is None:
         return None
     rows = findings.slo_sweep
     factor = boundary.region(rows) if rows else None
-    near: Mapping[str, list[Any]] = boundary.near_values(goal, trial, findings.trials, space.free)
+    near: Mapping[str, list[Any]] = boundary.near_values(
+        goal, trial, findings.trials, _alone(findings)
+    )
     return Boundary(statement=sentence, slo_factor=factor, near=dict(near))

@@ -1,8 +1,9 @@
 """What `kllm tune` may set, and what must hold between the settings.
 
-A new capability (a parallel layout, a speculative depth) is a new line here.
+A new capability (a speculative depth) is a new line here.
 """
 
+from kllm.parallel.layout import DEGREES
 from kllm.tuners.space import Constraint, Param, Settings, Site, Value
 
 TOKEN_BUDGETS = (32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -31,6 +32,21 @@ def _batch_is_distinct(value: Value, site: Site) -> bool:
 def _batch_meaning(value: Value, site: Site) -> Value:
     # What is never in flight is never batched.
     return min(int(value), site.concurrency)
+
+
+def in_flight(settings: Settings, site: Site) -> int:
+    """Most requests in flight in one request-DP group: the groups share them evenly."""
+    groups = min(int(settings.get("dp", 1)), site.concurrency)
+    return -(-site.concurrency // groups)
+
+
+def _budget_within(value: Value, settings: Settings, site: Site) -> Value:
+    everything = in_flight(settings, site) * site.prompt_tokens
+    return min(int(value), _power_of_two_at_least(everything))
+
+
+def _batch_within(value: Value, settings: Settings, site: Site) -> Value:
+    return min(int(value), in_flight(settings, site))
 
 
 def _kv_dtype_usable(value: Value, site: Site) -> bool:
@@ -67,6 +83,7 @@ PARAMS = (
         grows=True,
         usable=_budget_is_distinct,
         meaning=_budget_meaning,
+        within=_budget_within,
     ),
     Param(
         name="max_batch",
@@ -76,6 +93,7 @@ PARAMS = (
         grows=True,
         usable=_batch_is_distinct,
         meaning=_batch_meaning,
+        within=_batch_within,
     ),
     Param(
         name="kv_dtype",
@@ -106,6 +124,14 @@ PARAMS = (
         choices=(True, False),
         applies=lambda site: site.device == "cuda",
     ),
+)
+
+# The degrees of a layout, and how context parallelism exchanges: their values come in rows, one
+# for each valid layout (`kllm.tuners.layouts`). Degrees are ordered, so that what is learnt of
+# one layout says something of its neighbours.
+LAYOUT_PARAMS = (
+    *(Param(name=n, target=f"parallel.{n}", choices=(), log=True) for n in DEGREES),
+    Param(name="cp_kind", target="parallel.cp_kind", choices=()),
 )
 
 

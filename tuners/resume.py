@@ -27,6 +27,10 @@ OPTIONS: dict[str, Callable[[Request], Any]] = {
     "--slo": lambda r: r.slo,
     "--fix": lambda r: r.fixed,
     "--seed": lambda r: r.seed,
+    "--world": lambda r: r.world,
+    "--layout": lambda r: r.layout,
+    "--fidelity": lambda r: r.fidelity,
+    "--link": lambda r: r.config.link,
     "--device": lambda r: r.config.device,
     "--dtype": lambda r: r.config.dtype,
 }

@@ -26,6 +26,8 @@ from kllm.tuners.prior import Prior, first_point
 from kllm.tuners.space import Space
 
 FIRST_POINTS = 5  # the default, the model's best, and three spread-out ones
+FIRST_ROWS = 8  # the same where values come in rows (layouts)
+SAME_ROW = 0.97  # share of the largest gain at which the row of the last trial is kept
 SLO_SPAN = 3.0  # log units from the limit: 20 times too slow is just too slow
 SCORE_SPAN = 3.0  # log units below the best at which scores are cut: 20 times worse is just bad
 FAILURES = 2  # for lack of memory, of smaller points: enough where nothing as large ever ran
@@ -195,7 +197,9 @@ class PointSampler(BaseSampler):
 
     def ruled_out(self, seen: Evidence) -> dict[int, str]:
         """Points that cannot win by the cost model, or that will not fit, with the reason."""
-        return self._hopeless(seen) | oversized(self.space, seen)
+        # With one layout there is little to rule out before anything is measured.
+        floors = self.prior.out_of_reach(seen.taken) if self.prior and self.space.joint else {}
+        return self._hopeless(seen) | floors | oversized(self.space, seen)
 
     def _hopeless(self, seen: Evidence) -> dict[int, str]:
         runs = [(i, metrics) for i, metrics in seen.measured if i in seen.complete]
@@ -215,7 +219,8 @@ class PointSampler(BaseSampler):
         if not left:
             return None
         started = len(seen.measured) + len(seen.running)
-        if started < FIRST_POINTS or not seen.measured:
+        first = FIRST_ROWS if self.space.joint else FIRST_POINTS
+        if started < first or not seen.measured:
             return first_point(self.space, self.prior, seen.taken, rng)
         return self._best_expected(seen, np.array(left), rng)
 
@@ -238,11 +243,21 @@ class PointSampler(BaseSampler):
             chance = ndtr(-limit.mean / limit.std)
             if not fine.any():
                 # Nothing to improve on yet: find something that meets the SLO first.
-                return int(left[int(np.argmax(chance[left]))])
+                return self._largest(chance, left, seen)
         # Noise makes the best measured score too good; the belief about that point is not.
         incumbent = float(value.mean[tried[fine]].max())
         gain = surrogate.expected_improvement(value, incumbent) * chance
-        return int(left[int(np.argmax(gain[left]))])
+        return self._largest(gain, left, seen)
+
+    def _largest(self, gain: NDArray[np.float64], left: NDArray[np.int64], seen: Evidence) -> int:
+        """The point of largest gain; among near ties one whose weights are loaded already."""
+        best = int(left[int(np.argmax(gain[left]))])
+        if not self.space.joint:
+            return best
+        row = self.space.row_of(seen.measured[-1][0])
+        ties = left[gain[left] >= SAME_ROW * gain[best]]
+        kept = [i for i in ties.tolist() if self.space.row_of(i) == row]
+        return max(kept, key=lambda i: float(gain[i]), default=best)
 
     def _believe(
         self,

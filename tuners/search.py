@@ -111,6 +111,14 @@ class Search:
             retried += again
         return retried
 
+    def _running_elsewhere(self) -> int:
+        """Trials that other processes run; those of dead ones are queued again."""
+        running = (TrialState.RUNNING,)
+        if not self.study.get_trials(deepcopy=False, states=running):
+            return 0
+        self.recover()
+        return len(self.study.get_trials(deepcopy=False, states=running))
+
     def _abandoned(self, trial: FrozenTrial) -> bool:
         age = time.time() - trial.datetime_start.timestamp() if trial.datetime_start else 0.0
         owner = trial.user_attrs.get("owner")
@@ -151,8 +159,11 @@ class Search:
         while True:
             if self.interrupt.asked:
                 return "interrupted"
-            if trials is not None and self.ran() >= trials:
-                return f"all {trials} trials were run"
+            # Whoever ran a trial elsewhere may have died since.
+            others = self._running_elsewhere()
+            if trials is not None and self.ran() + others >= trials:
+                last = ", the last of them in another process" if others else ""
+                return f"all {trials} trials were run{last}"
             if timeout_s is not None and self.clock() - begin >= timeout_s:
                 return f"the time limit of {timeout_s:.0f} s was reached"
             chosen = self._choose()

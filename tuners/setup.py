@@ -7,6 +7,7 @@ pilot run of the default settings, which the caller makes (`sized`, `calibrated_
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -15,22 +16,28 @@ import torch
 from kllm import hardware
 from kllm.attention.base import resolve_attention
 from kllm.bench.base import is_small
-from kllm.bench.costmodel import CostModel, Prediction
+from kllm.bench.costmodel import CostModel, Prediction, steady_state
+from kllm.bench.layout_cost import LayoutCost
 from kllm.bench.throughput import most_tokens_per_s
 from kllm.bench.workloads import Lengths, Workload, preset
-from kllm.config import CacheConfig, EngineConfig
+from kllm.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from kllm.engine.memory import page_size
-from kllm.errors import ConfigError
-from kllm.models.devices import kv_share
+from kllm.errors import CapacityError, ConfigError
+from kllm.models.devices import choose_device, kv_share
 from kllm.models.load import ResolvedModel, rank_bytes, resolve
+from kllm.parallel.layout import parse, short_name
+from kllm.parallel.link import Link, parse_link
+from kllm.tuners.layouts import Deployment, find_deployment, layout_name, share_of
 from kllm.tuners.objective import Goal
 from kllm.tuners.outcome import Outcome
-from kllm.tuners.params import CONSTRAINTS, PARAMS
+from kllm.tuners.params import CONSTRAINTS, LAYOUT_PARAMS, PARAMS
 from kllm.tuners.prior import Guess, Prior
 from kllm.tuners.space import Settings, Site, Space, Value, parse_fixed
 
 TRIAL_S = 5.0  # length of a trial that the workload is sized for
+LAYOUT_TRIAL_S = 3.0  # where layouts are tuned: there are many, and each has weights to make
 FEWEST_ROUNDS = 2  # requests for each one in flight, so that the start does not decide
+NOT_MODELLED = ("page_size", "attention", "graphs")  # the cost model does not know of these
 FULL_KV = "kv"  # the paged state of families with a choice of attention backends
 
 
@@ -48,6 +55,9 @@ class Request:
     slo: str | None = None
     fixed: tuple[str, ...] = ()
     seed: int = 0
+    world: int = 1  # ranks of a layout
+    layout: str = ""  # the only layout; "": all that suit
+    fidelity: str = ""  # "": real where there are devices for all ranks, else rank-slice
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +71,38 @@ class Setup:
     space: Space
     device_name: str
     seed: int
+    deployment: Deployment | None = None  # of several ranks
+
+    def config(self, settings: Settings) -> EngineConfig:
+        """The engine's config of a trial."""
+        config = self.space.config(settings)
+        if self.deployment is None:
+            return config
+        auto = config.cache.dtype == "auto"
+        kv_dtype = self.resolved.dtype if auto else config.cache.dtype
+        page = config.cache.page_size or self.space.site.default_page_size
+        return self.deployment.config(config, kv_dtype, page)
+
+    def share(self, workload: Workload, settings: Settings) -> tuple[Workload, int]:
+        """What a trial serves of a workload, and how many groups of ranks do the like."""
+        if self.fidelity == "real":
+            return workload, 1
+        return share_of(workload, int(settings.get("dp", 1)))
+
+    @property
+    def world(self) -> int:
+        """Ranks of a layout."""
+        return self.base.parallel.world
+
+    @property
+    def fidelity(self) -> str:
+        """Whether all ranks run."""
+        return self.base.fidelity
+
+    @property
+    def trial_s(self) -> float:
+        """Length of a trial that the workload is sized for."""
+        return TRIAL_S if self.world == 1 else LAYOUT_TRIAL_S
 
     @property
     def device(self) -> str:
@@ -69,6 +111,15 @@ class Setup:
 
     def identity(self) -> dict[str, Any]:
         """What two studies must share for their trials to be comparable."""
+        ranks = {}
+        if self.deployment is not None:
+            ranks = {
+                "world": self.world,
+                "fidelity": self.fidelity,
+                "link": self.base.link if self.fidelity == "rank-slice" else None,
+                "layouts": [short_name(layout) for layout in self.deployment.allowed],
+                "memory_bytes": self.deployment.memory_bytes,
+            }
         return {
             "model": self.resolved.name,
             "scale": self.resolved.scale,
@@ -78,6 +129,7 @@ class Setup:
             "workload": self.workload.to_dict(),
             "goal": self.goal.to_dict(),
             "space": self.space.describe(),
+            **ranks,
         }
 
 
@@ -90,13 +142,13 @@ def prepare(request: Request) -> Setup:
         DataError, DependencyError: weights that cannot be found.
     """
     goal = Goal.of(request.objectives, request.slo)
-    resolved = resolve(request.config)
+    resolved, deployment, config = _deployed(request)
     device = torch.device(resolved.device)
-    base = replace(
-        request.config, scale=resolved.scale, dtype=resolved.dtype, device=resolved.device
-    )
+    base = replace(config, scale=resolved.scale, dtype=resolved.dtype, device=resolved.device)
     workload = workload_of(request, resolved)
-    fixed = parse_fixed(request.fixed, PARAMS, base)
+    params = PARAMS if deployment is None else (*PARAMS, *LAYOUT_PARAMS)
+    rows = () if deployment is None else deployment.rows
+    fixed = parse_fixed(request.fixed, params, base)
     machine = hardware.detect()
     on_gpu = device.type == "cuda"
     return Setup(
@@ -105,11 +157,62 @@ def prepare(request: Request) -> Setup:
         workload=workload,
         goal=goal,
         space=Space(
-            PARAMS, CONSTRAINTS, site=site_of(resolved, base, workload), base=base, fixed=fixed
+            params,
+            CONSTRAINTS,
+            site=site_of(resolved, base, workload),
+            base=base,
+            fixed=fixed,
+            rows=rows,
         ),
         device_name=machine.gpus[device.index or 0].name if on_gpu else machine.cpu,
         seed=request.seed,
+        deployment=deployment,
     )
+
+
+def _deployed(request: Request) -> tuple[ResolvedModel, Deployment | None, EngineConfig]:
+    """The model, the layouts to compare (None: one rank), and the config with the usual one."""
+    chosen = parse(request.layout) if request.layout else None
+    world = chosen.world if chosen is not None else request.world
+    if request.world not in (1, world):
+        raise ConfigError(
+            f"layout '{request.layout}' has {world} ranks and --world is {request.world}; "
+            "leave one of them out"
+        )
+    if world == 1:
+        return resolve(request.config), None, request.config
+    fidelity = fidelity_here(request.fidelity, world, choose_device(request.config.device))
+    config = replace(
+        request.config,
+        parallel=chosen or ParallelConfig(dp=world),
+        fidelity=fidelity,  # type: ignore[arg-type]  # EngineConfig checks it
+    )
+    resolved, deployment = find_deployment(config, chosen=chosen)
+    config = replace(config, parallel=deployment.allowed[0])
+    return replace(resolved, parallel=config.parallel), deployment, config
+
+
+def fidelity_here(asked: str, world: int, device: torch.device) -> str:
+    """Whether all ranks of a layout run: where there is a device for each, or as asked.
+
+    Raises:
+        CapacityError: `real` with less GPUs than ranks.
+    """
+    count = torch.cuda.device_count() if device.type == "cuda" else 0
+    if not asked:
+        return "real" if count >= world else "rank-slice"
+    if asked == "real" and device.type == "cuda" and count < world:
+        raise CapacityError(
+            f"--fidelity real needs {world} GPUs and this machine has {count}; leave it out to run "
+            "one rank of each layout"
+        )
+    return asked
+
+
+def default_world(device: str) -> int:
+    """Ranks where nobody says how many: one for each GPU, or one."""
+    chosen = choose_device(device)
+    return torch.cuda.device_count() if chosen.type == "cuda" and ":" not in device else 1
 
 
 def workload_of(request: Request, resolved: ResolvedModel) -> Workload:
@@ -153,8 +256,9 @@ def site_of(resolved: ResolvedModel, base: EngineConfig, workload: Workload) -> 
     weights = rank_bytes(
         resolved.family.manifest(resolved.config), resolved.parallel, resolved.dtype
     )
-    share = kv_share(device, base.cache.memory_fraction, weights)
-    memory = base.cache.memory_bytes or int(share)
+    memory = base.cache.memory_bytes or None
+    if memory is None and base.parallel.world == 1:  # else it is another one for each layout
+        memory = int(kv_share(device, base.cache.memory_fraction, weights))
     full_kv = any(state.name == FULL_KV for state in spec.paged)
     return Site(
         device="cuda" if device.type == "cuda" else "cpu",
@@ -195,14 +299,14 @@ def pilot_workload(workload: Workload, *, fixed: bool) -> Workload:
     return replace(workload, num_requests=fewest)
 
 
-def sized(workload: Workload, pilot: Outcome) -> Workload:
-    """The workload with as many requests as take about TRIAL_S, by a run of it.
+def sized(workload: Workload, pilot: Outcome, trial_s: float = TRIAL_S) -> Workload:
+    """The workload with as many requests as take about `trial_s`, by a run of it.
 
     Rounds are powers of two: two studies of one question mostly get the same load, although no
     two pilots take the same time.
     """
     in_flight = workload.concurrency or 1
-    wanted = pilot.num_requests * TRIAL_S / max(pilot.run_s, 1e-3)
+    wanted = pilot.groups * pilot.num_requests * trial_s / max(pilot.run_s, 1e-3)
     rounds = 2 ** max(round(math.log2(wanted / in_flight)), int(math.log2(FEWEST_ROUNDS)))
     return replace(workload, num_requests=rounds * in_flight)
 
@@ -213,15 +317,44 @@ Predict = Callable[[Settings], Prediction]
 def predictor(setup: Setup, ceilings: hardware.Ceilings, *, overhead_s: float = 0.0) -> Predict:
     """The cost model's prediction for settings, with a constant added to each step."""
     base = CostModel.of(setup.resolved, ceilings)  # counts every tensor of the model: once
+    link = link_of(setup, ceilings)
+    parts = cache(lambda dp: share_of(setup.workload, dp))
+
+    def steady(layout: ParallelConfig, scheduler: SchedulerConfig, kv_dtype: str) -> Prediction:
+        model = replace(base, kv_dtype=kv_dtype)
+        if setup.deployment is None:
+            return model.predict(setup.workload, scheduler, step_overhead_s=overhead_s)
+        cost = LayoutCost(cost=model, shape=setup.deployment.shape, layout=layout, link=link)
+        part, groups = parts(layout.dp)
+        seen = steady_state(cost, part, scheduler, step_overhead_s=overhead_s)
+        return replace(
+            seen,
+            requests_per_s=groups * seen.requests_per_s,
+            output_tokens_per_s=groups * seen.output_tokens_per_s,
+        )
+
+    known: dict[tuple[tuple[str, Value], ...], Prediction] = {}
 
     def predict(settings: Settings) -> Prediction:
-        config = setup.space.config(settings)
-        auto = config.cache.dtype == "auto"
-        kv_dtype = setup.resolved.dtype if auto else config.cache.dtype
-        model = replace(base, kv_dtype=kv_dtype)
-        return model.predict(setup.workload, config.scheduler, step_overhead_s=overhead_s)
+        key = tuple(item for item in settings.items() if item[0] not in NOT_MODELLED)
+        if key not in known:
+            config = setup.space.config(settings)
+            auto = config.cache.dtype == "auto"
+            kv_dtype = setup.resolved.dtype if auto else config.cache.dtype
+            known[key] = steady(config.parallel, config.scheduler, kv_dtype)
+        return known[key]
 
     return predict
+
+
+def link_of(setup: Setup, ceilings: hardware.Ceilings) -> Link | None:
+    """The link that a layout's transfers take; None where it is not known."""
+    if setup.fidelity == "real":
+        found = ceilings.links
+        if found is None:
+            return None
+        return Link(latency_s=found.latency_s, bytes_per_s=found.bytes_per_s, curves=found.curves)
+    return parse_link(setup.base.link, setup.device)
 
 
 def calibrated_overhead(setup: Setup, ceilings: hardware.Ceilings, pilot: Outcome) -> float:
@@ -235,14 +368,19 @@ def calibrated_overhead(setup: Setup, ceilings: hardware.Ceilings, pilot: Outcom
 
 def beats_ceilings(setup: Setup, ceilings: hardware.Ceilings, run: Outcome) -> bool:
     """Whether a run of the default gave more output than the ceilings allow at all."""
-    if run.state != "complete" or run.run_s <= 0:
+    if run.state != "complete" or run.run_s <= 0 or setup.world > 1:
         return False
     most = most_tokens_per_s(CostModel.of(setup.resolved, ceilings), setup.workload)
     return sum(row.osl for row in run.requests) / run.run_s > most
 
 
-def prior_of(setup: Setup, predict: Predict) -> Prior | None:
-    """Predictions for every point: the first objective, and how its means stand to the SLO."""
+def prior_of(setup: Setup, predict: Predict, *, overhead_s: float = 0.0) -> Prior | None:
+    """Predictions for every point: the first objective, and how its means stand to the SLO.
+
+    Args:
+        predict: what is expected.
+        overhead_s: of each step in `predict`; what is left is the floor.
+    """
     latency, slo = setup.goal.objectives[0].name == "latency", setup.goal.slo
     tokens = mean_output_tokens(setup.workload)
 
@@ -257,6 +395,7 @@ def prior_of(setup: Setup, predict: Predict) -> Prior | None:
             slo_ratio=(
                 max(seen.ttft_s / slo.ttft_s, seen.tpot_s / slo.tpot_s) if slo.limited else math.nan
             ),
+            floor_ratio=(seen.tpot_s - overhead_s) / slo.tpot_s,
         )
 
     return Prior.of(setup.space, guess)
@@ -274,6 +413,13 @@ def changed(settings: Settings, default: Settings) -> dict[str, Value]:
 
 
 def describe(settings: Settings, default: Settings, free: Sequence[str]) -> str:
-    """Settings in one line: what differs from the default, or that nothing does."""
-    parts = [f"{k}={v}" for k, v in changed(settings, default).items() if k in free]
-    return ", ".join(parts) or "the default settings"
+    """Settings in one line: the layout where it is tuned, and what differs from the default."""
+    layout = layout_name(settings)
+    of_layout = {p.name for p in LAYOUT_PARAMS}
+    others = changed(settings, default).items()
+    parts = [f"{k}={v}" for k, v in others if k in free and k not in of_layout]
+    if not layout:
+        return ", ".join(parts) or "the default settings"
+    if settings == default:
+        return f"{layout} (the default settings)"
+    return ", ".join([layout, *parts])

@@ -4,6 +4,9 @@ A parameter is one line of data (`kllm.tuners.params`). `Space` combines the lin
 `Site` (a model, a machine and a workload) and enumerates every valid point once. Searching an
 enumerated set means that an invalid combination cannot be sampled, that nothing is measured
 twice, and that a failed point is simply taken out.
+
+Parameters that only make sense together (the degrees of a layout) are listed as rows: a point has
+all values of one row.
 """
 
 import itertools
@@ -58,6 +61,10 @@ def _itself(value: Value, site: Site) -> Value:
     return value
 
 
+def _alone(value: Value, settings: Settings, site: Site) -> Value:
+    return value
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Range:
     """A numeric range, searched on a grid of `steps` values from `low` to `high`."""
@@ -82,8 +89,9 @@ class Param:
     """One thing that a trial may set.
 
     `meaning` turns a value that asks for something ("auto", 0) into what it comes to at a site;
-    two values with one meaning are one candidate. An inactive parameter (`when` is false) keeps
-    its default.
+    two values with one meaning are one candidate. `within` turns that into what it comes to beside
+    the other values of a point; two points that come to the same are one. An inactive parameter
+    (`when` is false) keeps its default.
     """
 
     name: str
@@ -95,6 +103,11 @@ class Param:
     usable: Callable[[Value, Site], bool] = _any_value
     when: Callable[[Settings], bool] = _always
     meaning: Callable[[Value, Site], Value] = _itself
+    within: Callable[[Value, Settings, Site], Value] = _alone
+
+    def effect(self, settings: Settings, site: Site) -> Value:
+        """What the parameter comes to in a point."""
+        return self.within(self.meaning(settings[self.name], site), settings, site)
 
     def candidates(self, site: Site, default: Value) -> tuple[Value, ...]:
         """The default first, then every usable choice that means something else."""
@@ -131,6 +144,7 @@ class Space:
         site: facts about model, machine and workload.
         base: the engine's settings before tuning; holds the defaults.
         fixed: parameter name to the one value it may take.
+        rows: values of the parameters that belong together, the default ones first.
 
     Raises:
         ConfigError: a fixed value is unknown or unusable here, the default settings are not a
@@ -145,22 +159,20 @@ class Space:
         site: Site,
         base: EngineConfig,
         fixed: Settings | None = None,
+        rows: Sequence[Settings] = (),
     ) -> None:
         self.params = tuple(params)
         self.constraints = tuple(constraints)
         self.site = site
         self.base = base
+        self.joint = tuple(rows[0]) if rows else ()  # names of the parameters that have rows
+        self._targets = {p.name: p.target for p in self.params}
+        self.rows = self._matching(rows, fixed or {})
         self._fix(fixed or {})
         self.default = self._settings(tuple(_get(self.base, p.target) for p in self.params))
-        self.candidates = {
-            p.name: (
-                (self.default[p.name],)
-                if p.name in self.fixed
-                else p.candidates(site, self.default[p.name])
-            )
-            for p in self.params
-        }
-        size = int(np.prod([float(len(c)) for c in self.candidates.values()]))
+        self.candidates = {p.name: self._candidates(p) for p in self.params}
+        plain = [len(c) for name, c in self.candidates.items() if name not in self.joint]
+        size = int(np.prod([float(len(self.rows) or 1), *plain]))
         if size > MAX_POINTS:
             raise ConfigError(
                 f"the search space has {size} combinations and at most {MAX_POINTS} can be "
@@ -175,6 +187,28 @@ class Space:
         self.points = self._enumerate()
         self.index = {self._identity(point): i for i, point in enumerate(self.points)}
 
+    def _matching(self, rows: Sequence[Settings], fixed: Settings) -> tuple[Settings, ...]:
+        """The rows that have the fixed values; the first one becomes the default."""
+        wanted = {name: value for name, value in fixed.items() if name in self.joint}
+        found = tuple(row for row in rows if all(row[n] == v for n, v in wanted.items()))
+        if rows and not found:
+            words = " and ".join(f"{name}={value}" for name, value in wanted.items())
+            raise ConfigError(
+                f"no usable combination of {', '.join(self.joint)} has {words}; leave one of "
+                "these out of --fix"
+            )
+        if found:
+            values = {self._targets[name]: value for name, value in found[0].items()}
+            self.base = with_values(self.base, values)
+        return found
+
+    def _candidates(self, param: Param) -> tuple[Value, ...]:
+        if param.name in self.joint:
+            return tuple(dict.fromkeys(row[param.name] for row in self.rows))
+        if param.name in self.fixed:
+            return (self.default[param.name],)
+        return param.candidates(self.site, self.default[param.name])
+
     def _fix(self, fixed: Settings) -> None:
         by_name = {p.name: p for p in self.params}
         for name, value in fixed.items():
@@ -182,12 +216,14 @@ class Space:
                 raise ConfigError(
                     f"there is no parameter '{name}' to fix; known: {', '.join(sorted(by_name))}"
                 )
+            if name in self.joint:
+                continue
             param = by_name[name]
             default = _get(self.base, param.target)
             usable = param.applies(self.site) and param.usable(value, self.site)
             if type(value) is not type(default) or (value != default and not usable):
                 raise ConfigError(f"{name}={value} cannot be used with this model and machine")
-            self.base = _set(self.base, param.target, value)
+            self.base = with_values(self.base, {param.target: value})
         self.fixed = dict(fixed)
 
     def _settings(self, point: Point) -> dict[str, Value]:
@@ -198,13 +234,17 @@ class Space:
 
     def _enumerate(self) -> tuple[Point, ...]:
         points: dict[tuple[tuple[str, Value], ...], Point] = {}
-        for raw in itertools.product(*(self.candidates[p.name] for p in self.params)):
-            settings = self._settings(raw)
-            point = tuple(
-                settings[p.name] if p.when(settings) else self.default[p.name] for p in self.params
-            )
-            if not self.broken(self._settings(point)):
-                points.setdefault(self._identity(point), point)
+        plain = [p.name for p in self.params if p.name not in self.joint]
+        values = [self.candidates[name] for name in plain]
+        for row, raw in itertools.product(self.rows or ({},), itertools.product(*values)):
+            chosen = {**row, **dict(zip(plain, raw, strict=True))}
+            settings = {
+                p.name: chosen[p.name] if p.when(chosen) else self.default[p.name]
+                for p in self.params
+            }
+            if not self.broken(settings):
+                effects = tuple(_key(p.effect(settings, self.site)) for p in self.params)
+                points.setdefault(effects, tuple(settings.values()))
         return tuple(points.values())
 
     def broken(self, settings: Settings) -> str:
@@ -227,13 +267,26 @@ class Space:
     def holds_more(self, one: int, other: int, *, alike: bool) -> bool:
         """Whether point `one` needs no less memory than `other` by all parameters that `grow`.
 
+        Points of different rows cannot be told.
+
         Args:
             one: a point.
             other: a point.
             alike: ask in addition that all other parameters are equal.
         """
         pairs = zip(self.params, self.points[one], self.points[other], strict=True)
-        return all(float(a) >= float(b) if p.grows else a == b or not alike for p, a, b in pairs)
+        return all(
+            float(a) >= float(b) if p.grows else a == b or not (alike or p.name in self.joint)
+            for p, a, b in pairs
+        )
+
+    def row_of(self, index: int) -> Point:
+        """The values of point `index` that belong together."""
+        return tuple(self.points[index][i] for i in self._joint_columns)
+
+    @cached_property
+    def _joint_columns(self) -> tuple[int, ...]:
+        return tuple(i for i, p in enumerate(self.params) if p.name in self.joint)
 
     def find(self, settings: Settings) -> int | None:
         """Index of the point with these settings (names that are missing: the default)."""
@@ -246,11 +299,8 @@ class Space:
         Raises:
             ConfigError: a value that the config refuses.
         """
-        config = self.base
-        for param in self.params:
-            if param.name in settings:
-                config = _set(config, param.target, settings[param.name])
-        return config
+        named = {p.target: settings[p.name] for p in self.params if p.name in settings}
+        return with_values(self.base, named)
 
     def describe(self) -> dict[str, list[Value]]:
         """Plain data that tells two spaces apart: each parameter's candidates."""
@@ -260,8 +310,9 @@ class Space:
     def features(self) -> NDArray[np.float64]:
         """[points, columns] in [0, 1]: numbers (log where ratios matter), names one-hot."""
         columns: list[NDArray[np.float64]] = []
-        for i, param in enumerate(self.params):
-            meanings = [param.meaning(point[i], self.site) for point in self.points]
+        every = [self._settings(point) for point in self.points]
+        for param in self.params:
+            meanings = [param.effect(settings, self.site) for settings in every]
             distinct = list(dict.fromkeys(meanings))
             if len(distinct) < 2:
                 continue
@@ -284,10 +335,22 @@ def _get(config: EngineConfig, path: str) -> Value:
     return value
 
 
-def _set(config: Any, path: str, value: Value) -> Any:
-    head, _, rest = path.partition(".")
-    new = _set(getattr(config, head), rest, value) if rest else value
-    return replace(config, **{head: new})
+def with_values(config: EngineConfig, values: Settings) -> EngineConfig:
+    """The config with values by dotted path; those of one part are set at once.
+
+    Raises:
+        ConfigError: values that the config refuses.
+    """
+    parts: dict[str, dict[str, Value]] = {}
+    changes: dict[str, Any] = {}
+    for path, value in values.items():
+        head, _, rest = path.partition(".")
+        if rest:
+            parts.setdefault(head, {})[rest] = value
+        else:
+            changes[head] = value
+    changes |= {head: replace(getattr(config, head), **new) for head, new in parts.items()}
+    return replace(config, **changes)
 
 
 def parse_fixed(texts: Sequence[str], params: Sequence[Param], base: EngineConfig) -> Settings:

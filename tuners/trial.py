@@ -60,6 +60,7 @@ class WorkerRunner:
         config: EngineConfig,
         workload: Workload,
         *,
+        groups: int = 1,
         rule: Rule | None = None,
         timeout_s: float | None = None,
     ) -> Outcome:
@@ -70,6 +71,7 @@ class WorkerRunner:
         Args:
             config: of the engine.
             workload: what it serves.
+            groups: that the run stands for, each with a load like this (`Outcome.groups`).
             rule: ends a run that has shown enough.
             timeout_s: for everything, loading included; beyond it the worker is killed.
 
@@ -78,13 +80,19 @@ class WorkerRunner:
         """
         start = self.clock()
         limit = None if timeout_s is None else start + timeout_s
-        request = protocol.Run(config, workload, self.memory_limit_bytes)
+        request = protocol.Run(config, workload, self.memory_limit_bytes, groups)
         used = self._worker is not None and self._worker.alive
         outcome, begun = self._follow(request, rule, limit)
         if used and outcome.too_large and not begun:
             # What earlier runs left in the process may be why; in use it would have its own.
             outcome, _ = self._follow(request, rule, limit)
-        return replace(outcome, total_s=self.clock() - start)
+        return replace(
+            outcome,
+            total_s=self.clock() - start,
+            fidelity=config.fidelity,
+            groups=groups,
+            ranks=config.parallel.world,
+        )
 
     def _follow(
         self, request: protocol.Run, rule: Rule | None, limit: float | None

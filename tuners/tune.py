@@ -3,7 +3,7 @@
 import math
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
@@ -36,7 +36,7 @@ from kllm.tuners.setup import (
     sized,
 )
 from kllm.tuners.space import Settings
-from kllm.tuners.stopping import Stopper, rules_for
+from kllm.tuners.stopping import Rule, Stopper, rules_for
 from kllm.tuners.storage import JOURNAL, open_storage, without_password
 from kllm.tuners.study import Trial, newest_study, open_study, stored_identity
 from kllm.tuners.trial import WorkerRunner, memory_limit
@@ -204,13 +204,14 @@ class _Session:
                 )
             pilot = self._pilot()
             if self.request.num_requests is None:
-                setup = self._with_workload(sized(setup.workload, pilot))
+                setup = self._with_workload(sized(setup.workload, pilot, setup.trial_s))
             overhead = calibrated_overhead(setup, ceilings, pilot)
             if beats_ceilings(setup, ceilings, pilot):
                 self.watcher.note(ceilings.beaten)
             if self.timeout_s is None:
                 self.timeout_s = max(TIMEOUT_FLOOR_S, TIMEOUT_FACTOR * pilot.total_s)
-        prior = prior_of(setup, predictor(setup, ceilings, overhead_s=overhead))
+        predict = predictor(setup, ceilings, overhead_s=overhead)
+        prior = prior_of(setup, predict, overhead_s=overhead)
         sampler = PointSampler(setup.space, setup.goal, prior=prior, seed=setup.seed)
         study = open_study(
             self.storage,
@@ -243,20 +244,25 @@ class _Session:
     def _pilot(self) -> Outcome:
         """Run the default settings once: whether they work at all, and how long they take."""
         self.watcher.note("Loading the model and running the default settings once.")
-        config = self.setup.space.config(self.setup.space.default)
         workload = pilot_workload(self.setup.workload, fixed=self.request.num_requests is not None)
-        outcome = self.runner.run(
-            config, workload, rule=Stopper([self._told]), timeout_s=self.timeout_s
-        )
+        outcome = self._run(self.setup.space.default, workload=workload)
         if outcome.state == "failed":
             raise KllmError(f"the default settings cannot run: {outcome.reason}")
         self.pilot = outcome
         return outcome
 
-    def _run(self, settings: Settings) -> Outcome:
-        config = self.setup.space.config(settings)
-        rule = Stopper([self._told])
-        return self.runner.run(config, self.setup.workload, rule=rule, timeout_s=self.timeout_s)
+    def _run(
+        self, settings: Settings, rules: Sequence[Rule] = (), workload: Workload | None = None
+    ) -> Outcome:
+        """Measure settings; a run that the rules do not end runs to its end."""
+        part, groups = self.setup.share(workload or self.setup.workload, settings)
+        return self.runner.run(
+            self.setup.config(settings),
+            part,
+            groups=groups,
+            rule=Stopper([self._told, *rules]),
+            timeout_s=self.timeout_s,
+        )
 
     def _told(self, progress: Progress) -> None:
         self.watcher.running(progress.tick.output_tokens / max(progress.num_output_tokens, 1))
@@ -264,23 +270,22 @@ class _Session:
     def _measure(self, settings: Settings, best: Trial | None) -> Outcome:
         if (pilot := self._pilot_of(settings)) is not None:
             return pilot
+        part, _ = self.setup.share(self.setup.workload, settings)
         rules = rules_for(
             self.setup.goal,
-            concurrency=self.setup.workload.concurrency,
+            concurrency=part.concurrency,
             best=best.outcome if best else None,
             best_metrics=best.metrics if best else {},
         )
-        config = self.setup.space.config(settings)
-        workload = self.setup.workload
-        rule = Stopper([self._told, *rules.rules])
-        return self.runner.run(config, workload, rule=rule, timeout_s=self.timeout_s)
+        return self._run(settings, rules.rules)
 
     def _pilot_of(self, settings: Settings) -> Outcome | None:
         """The pilot run, once, where it was of these settings and of this load: a trial saved."""
         pilot, self.pilot = self.pilot, None
         if pilot is None or dict(settings) != dict(self.setup.space.default):
             return None
-        return pilot if pilot.num_requests == self.setup.workload.num_requests else None
+        part, _ = self.setup.share(self.setup.workload, settings)
+        return pilot if pilot.num_requests == part.num_requests else None
 
     def feasible_best(self) -> Trial | None:
         """The best complete trial, if it meets the SLO."""

@@ -1,8 +1,8 @@
 """The child process that measures: `python -m kllm.tuners.worker`, JSON lines over its pipes.
 
-It keeps the loaded weights while model, scale and dtype stay the same and builds a new engine
-for each run. It may be killed at any moment. It ends itself when its input closes, and the
-kernel ends it when the tuning process dies.
+It keeps the loaded weights while model, scale, dtype and layout stay the same (or the processes of
+the ranks, where all of them run) and builds a new engine for each run. It may be killed at any
+moment. It ends itself when its input closes, and the kernel ends it when the tuning process dies.
 """
 
 import ctypes
@@ -27,6 +27,8 @@ from kllm.bench.workloads import Workload
 from kllm.config import EngineConfig
 from kllm.core import FinishReason
 from kllm.engine.engine import Engine
+from kllm.engine.rank_groups import sliced_groups
+from kllm.engine.rank_pool import RankPool, launch
 from kllm.errors import CapacityError, KllmError
 from kllm.models.base import CausalLM, Groups
 from kllm.models.load import load_model, resolve
@@ -70,27 +72,47 @@ class Channel:
 
 
 class Models:
-    """The loaded network of the last run."""
+    """What the last run leaves to the next one: its network, or the processes of its ranks."""
 
     def __init__(self) -> None:
         self._key: Any = None
         self._model: CausalLM | None = None
+        self._how: tuple[str, str] | None = None  # attention backend and KV dtype it is set to
+        self._ranks: RankPool | None = None
+
+    def engine(self, config: EngineConfig) -> Engine:
+        """An engine for a run. Raises as `Engine`."""
+        world = config.parallel.world
+        if world == 1 or config.fidelity == "rank-slice":
+            return Engine(config, model=self.get(config))
+        if self._ranks is None or not self._ranks.alive:
+            self._ranks = launch(world)
+        return Engine(config, ranks=self._ranks)
 
     def get(self, config: EngineConfig) -> CausalLM:
-        """The network that `config` asks for, loaded if it is not the last one."""
-        loaded = (config.model, config.scale, config.load, config.device, config.dtype)
-        key = (*loaded, config.attention, config.seed, config.parallel)
+        """The network of one rank that `config` asks for, loaded if it is not the last one."""
+        resolved = resolve(config)
+        loaded = (config.model, config.scale, config.load, config.device, config.dtype, config.seed)
+        # Both kinds of context parallelism run on the same network.
+        layout = replace(config.parallel, cp_kind="auto")
+        key = (*loaded, layout, config.slice_rank, config.link)
+        how = (resolved.attention, resolved.kv_dtype)
         if self._model is None or key != self._key:
             self._model, self._key = None, None
-            gc.collect()
-            resolved = resolve(config)
+            release_memory()
+            device = torch.device(resolved.device)
+            sliced = config.parallel.world > 1
             self._model = load_model(
                 resolved,
-                device=torch.device(resolved.device),
+                device=device,
                 dtype=getattr(torch, resolved.dtype),
-                groups=Groups.single(),
+                groups=sliced_groups(config, device) if sliced else Groups.single(),
             )
-            self._key = key
+            self._key, self._how = key, how
+        elif how != self._how:
+            # Its attention was chosen for other KV; no engine runs the network now.
+            self._model.use_attention(*how)
+            self._how = how
         return self._model
 
 
@@ -139,10 +161,10 @@ def measure(request: protocol.Run, models: Models, channel: Channel) -> Outcome:
     not be trusted after it.
     """
     begin = time.monotonic()
-    observer = _Observer(request.workload, channel)
+    observer = _Observer(request.workload, request.groups, channel)
     engine: Engine | None = None
     try:
-        engine = Engine(request.config, model=models.get(request.config))
+        engine = models.engine(request.config)
         built = time.monotonic()
         warm_up(engine, request.workload)
         warm = time.monotonic()
@@ -164,17 +186,23 @@ def measure(request: protocol.Run, models: Models, channel: Channel) -> Outcome:
         observer.outcome(run),
         start_s=built - begin,
         warmup_s=warm - built,
-        peak_memory_bytes=peak_memory(request.config),
+        peak_memory_bytes=None if apart(request.config) else peak_memory(request.config),
     )
 
 
-class _Observer:
-    """Streams progress and keeps what an outcome needs."""
+def apart(config: EngineConfig) -> bool:
+    """Whether the ranks run in processes of their own."""
+    return config.parallel.world > 1 and config.fidelity == "real"
 
-    def __init__(self, workload: Workload, channel: Channel) -> None:
+
+class _Observer:
+    """Streams progress and keeps what an outcome needs; tokens are those of all groups."""
+
+    def __init__(self, workload: Workload, groups: int, channel: Channel) -> None:
         self.channel = channel
+        self.groups = groups
         self.started = protocol.Started(
-            workload.num_requests, sum(row.osl for row in workload.shapes())
+            workload.num_requests, groups * sum(row.osl for row in workload.shapes())
         )
         self.tokens = 0
         self.ticks: list[Tick] = []
@@ -186,7 +214,7 @@ class _Observer:
         """Called after each step."""
         sample = progress.sample
         # A step gives one token to each decoding request and to each whose prefill ended.
-        self.tokens += sample.num_decodes + len(progress.first_tokens)
+        self.tokens += self.groups * (sample.num_decodes + len(progress.first_tokens))
         rows = [served(row) for row in progress.finished]
         self.rows += rows
         self.unsent += rows

@@ -12,6 +12,7 @@ measurements with, predictions order and prune what will be measured.
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 from kllm.bench.workloads import Workload
 from kllm.cache.spec import CacheSpec
@@ -62,6 +63,20 @@ class Prediction:
     output_tokens_per_s: float
     running: float  # requests that hold KV
     fidelity: str = FIDELITY
+
+
+class Floors(Protocol):
+    """What gives the floor of a mixed step."""
+
+    def step_floor(
+        self,
+        *,
+        decodes: float = 0,
+        context: float = 0,
+        prefill_tokens: float = 0,
+        prefill_start: float = 0,
+    ) -> StepFloor:
+        """Arguments as `CostModel.step_floor`."""
 
 
 def touched_experts(num_experts: int, experts_per_token: int, num_tokens: float) -> float:
@@ -134,10 +149,10 @@ class CostModel:
             attention += prefill_tokens * shape.attention_flops(middle)
         head = shape.head_params if samples else 0
         parts = {
-            "weights": self._part(shape.token_params * weight, 2 * shape.token_params * tokens),
-            "experts": self._part(expert_bytes, 2 * active * tokens),
-            "attention": self._part(kv_bytes, attention),
-            "head": self._part(head * weight, 2 * head * samples),
+            "weights": self.part(shape.token_params * weight, 2 * shape.token_params * tokens),
+            "experts": self.part(expert_bytes, 2 * active * tokens),
+            "attention": self.part(kv_bytes, attention),
+            "head": self.part(head * weight, 2 * head * samples),
         }
         return StepFloor({name: part for name, part in parts.items() if part.seconds})
 
@@ -149,44 +164,13 @@ class CostModel:
         step_overhead_s: float = 0.0,
         kv_tokens: float = math.inf,
     ) -> Prediction:
-        """The steady state of a workload.
-
-        Each running request passes through its prefill chunks and then makes a token a step;
-        chunks share what the decodes leave of the token budget. That gives the requests that end
-        in a step, hence their rate; Little's law (requests in flight = rate x time in system)
-        gives the time to first token, queueing included.
-
-        Args:
-            workload: its mean lengths and its concurrency or rate are used.
-            scheduler: batch and token budget.
-            step_overhead_s: time of a step that is not on the roofline (launches, scheduling).
-            kv_tokens: tokens that the KV pool holds.
-        """
-        rows = workload.shapes()
-        isl = sum(row.isl for row in rows) / len(rows)
-        osl = sum(row.osl for row in rows) / len(rows)
-        flow = _Flow(self, isl, osl, scheduler.token_budget, step_overhead_s)
-        slots = max(1.0, min(scheduler.max_batch, kv_tokens / (isl + osl)))
-        if workload.concurrency is not None:
-            running = min(slots, workload.concurrency)
-            in_system = float(workload.concurrency)
-            rate, step_s = flow.at(running)
-        else:
-            span = rows[-1].arrival_s
-            asked = workload.rate or (len(rows) / span if span > 0 else math.inf)
-            running = _least(lambda batch: flow.at(batch)[0] - asked, slots)
-            rate, step_s = flow.at(running)
-            in_system = running if rate >= asked * (1 - 1e-6) else math.inf
-        return Prediction(
-            ttft_s=max(in_system / rate - (osl - 1) * step_s, step_s),
-            tpot_s=step_s,
-            step_s=step_s,
-            requests_per_s=rate,
-            output_tokens_per_s=rate * osl,
-            running=running,
+        """The steady state of a workload. Arguments as `steady_state`."""
+        return steady_state(
+            self, workload, scheduler, step_overhead_s=step_overhead_s, kv_tokens=kv_tokens
         )
 
-    def _part(self, nbytes: float, flops: float) -> Part:
+    def part(self, nbytes: float, flops: float) -> Part:
+        """A part of a step by its bytes and operations."""
         seconds = max(
             nbytes / self.ceilings.read_bytes_per_s, flops / self.ceilings.matmul(self.dtype)
         )
@@ -201,11 +185,58 @@ class CostModel:
         return sum(count * size[name] for name, count in entries.items())
 
 
+def steady_state(
+    floors: Floors,
+    workload: Workload,
+    scheduler: SchedulerConfig,
+    *,
+    step_overhead_s: float = 0.0,
+    kv_tokens: float = math.inf,
+) -> Prediction:
+    """The steady state of a workload.
+
+    Each running request passes through its prefill chunks and then makes a token a step;
+    chunks share what the decodes leave of the token budget. That gives the requests that end
+    in a step, hence their rate; Little's law (requests in flight = rate x time in system)
+    gives the time to first token, queueing included.
+
+    Args:
+        floors: of steps.
+        workload: its mean lengths and its concurrency or rate are used.
+        scheduler: batch and token budget.
+        step_overhead_s: time of a step that is not on the roofline (launches, scheduling).
+        kv_tokens: tokens that the KV pool holds.
+    """
+    rows = workload.shapes()
+    isl = sum(row.isl for row in rows) / len(rows)
+    osl = sum(row.osl for row in rows) / len(rows)
+    flow = _Flow(floors, isl, osl, scheduler.token_budget, step_overhead_s)
+    slots = max(1.0, min(scheduler.max_batch, kv_tokens / (isl + osl)))
+    if workload.concurrency is not None:
+        running = min(slots, workload.concurrency)
+        in_system = float(workload.concurrency)
+        rate, step_s = flow.at(running)
+    else:
+        span = rows[-1].arrival_s
+        asked = workload.rate or (len(rows) / span if span > 0 else math.inf)
+        running = _least(lambda batch: flow.at(batch)[0] - asked, slots)
+        rate, step_s = flow.at(running)
+        in_system = running if rate >= asked * (1 - 1e-6) else math.inf
+    return Prediction(
+        ttft_s=max(in_system / rate - (osl - 1) * step_s, step_s),
+        tpot_s=step_s,
+        step_s=step_s,
+        requests_per_s=rate,
+        output_tokens_per_s=rate * osl,
+        running=running,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class _Flow:
     """Requests streaming through steps of a fixed token budget."""
 
-    model: CostModel
+    floors: Floors
     isl: float
     osl: float
     budget: int
@@ -226,13 +257,13 @@ class _Flow:
         chunk = max(1.0, min(self.isl, self.budget - decodes))
         share = min(1.0, ended * self.isl / chunk)  # of steps that hold a chunk
         context = self.isl + self.osl / 2
-        with_chunk = self.model.step_floor(
+        with_chunk = self.floors.step_floor(
             decodes=decodes,
             context=context,
             prefill_tokens=ended * self.isl / share,
             prefill_start=max(0.0, (self.isl - chunk) / 2),
         )
-        without = self.model.step_floor(decodes=decodes, context=context)
+        without = self.floors.step_floor(decodes=decodes, context=context)
         step_s = share * with_chunk.seconds + (1 - share) * without.seconds + self.overhead_s
         return ended / step_s, step_s
 
