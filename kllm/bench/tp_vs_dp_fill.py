@@ -204,8 +204,9 @@ def _parts(
     name: str, layer: int, store: Tensor, shape: tuple[int, ...], pool: KVPool
 ) -> Iterator[tuple[str, int, Tensor, Tensor]]:
     generator = torch.Generator(store.device).manual_seed(layer)
-    for slots in torch.arange(store.shape[0] * store.shape[1], device=store.device).split(
-        WRITTEN_AT_ONCE
-    ):
+    total = store.shape[0] * store.shape[1]
+    for first in range(0, total, WRITTEN_AT_ONCE):
+        last = min(first + WRITTEN_AT_ONCE, total)
+        slots = torch.arange(first, last, device=store.device)
         values = torch.empty(len(slots), *shape, dtype=pool.compute_dtype, device=store.device)
         yield name, layer, slots, values.normal_(generator=generator)

@@ -12,7 +12,7 @@ from kllm.bench.base import Context
 from kllm.bench.run import run_bench
 from kllm.bench.serve_loop import run_workload
 from kllm.bench.tp_vs_dp import TpVsDpBench
-from kllm.bench.tp_vs_dp_capacity import TTFT_CLAIM
+from kllm.bench.tp_vs_dp_capacity import CAPACITY_CLAIM, TTFT_CLAIM
 from kllm.bench.tp_vs_dp_fill import fill
 from kllm.bench.tp_vs_dp_loads import warm_load
 from kllm.bench.tp_vs_dp_serve import layout_of
@@ -21,6 +21,9 @@ from kllm.config import CacheConfig, EngineConfig, SchedulerConfig
 from kllm.engine.engine import Engine
 from kllm.engine.graphs import batch_bucket
 from kllm.errors import CapacityError, ConfigError
+from kllm.models.load import resolve
+from kllm.models.shape import collect_weights
+from kllm.parallel.footprint import weight_bytes
 from tests.bench.test_tp_vs_dp_parts import rows_of
 
 TINY = EngineConfig(model="deepseek-v4", scale="tiny", device="cpu", fidelity="rank-slice")
@@ -50,6 +53,28 @@ def test_a_filled_pool_holds_what_was_computed(model: str, kv_dtype: str) -> Non
         held[side] = found.tokens
     # The same memory for KV on each of four ranks, and no entry twice.
     assert held["dp"] == 4 * held["tp"]
+
+
+@pytest.mark.parametrize("side", ["tp", "dp"])
+def test_a_pool_sized_by_the_device_holds_what_was_computed(
+    side: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device of 24 MiB of which the weights take their part before KV is planned."""
+    config = replace(TINY, parallel=layout_of(side, 4))  # type: ignore[arg-type]
+    resolved = resolve(config)
+    (weights,) = weight_bytes(
+        collect_weights(resolved.family.manifest(resolved.config)),
+        config.parallel,
+        "float32",
+        layers=resolved.config.num_hidden_layers,
+    )
+    memory = 24 << 20
+    monkeypatch.setattr("kllm.bench.tp_vs_dp_fill.free_bytes", lambda device: memory)
+    monkeypatch.setattr("kllm.models.devices.free_bytes", lambda device: memory - weights)
+    monkeypatch.setattr("kllm.models.devices.CPU_KV_BYTES", 1 << 40)
+    found, _ = fill(config)
+    assert abs(found.difference) < 0.03
+    assert found.kv_bytes == pytest.approx(0.85 * (memory - weights), rel=0.01)
 
 
 def test_memory_that_forgets_is_no_capacity(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -148,6 +173,27 @@ def test_the_claims_stand_beside_what_was_measured(sliced: Any) -> None:
     assert "kv_capacity_ratio" not in result.metrics
     assert seen[-1][0] == "done"
     assert any("requests" in what for what, _, _ in seen)
+
+
+def test_layouts_that_do_not_fit_together_run_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kllm.bench.tp_vs_dp.is_small", lambda scale, device: False)
+    monkeypatch.setattr("kllm.bench.tp_vs_dp_capacity.WORLD", 2)
+    monkeypatch.setattr("kllm.models.devices.CPU_KV_BYTES", 16 << 20)
+    monkeypatch.setattr("kllm.bench.tp_vs_dp_fill.free_bytes", lambda device: 16 << 20)
+    seen: list[str] = []
+    ctx = Context(config=TINY, repeats=1, progress=lambda what, *_: seen.append(what))
+    bench = TpVsDpBench(**SIZES | {"isls": (16,)})
+    result, _ = run_bench(bench, ctx, tmp_path)
+    order = [what for what in seen if what.startswith(("fill", "start"))]
+    assert order == ["fill tp", "start tp", "fill dp", "start dp"]
+    assert [row["state"] for row in rows_of(result, "sweep:ISL 16")] == ["ok", "ok"]
+    assert any("one after the other" in note for note in result.notes)
+    # The pools are sized by this device: their ratio answers to the claim.
+    assert result.metrics["kv_capacity_ratio"].median == pytest.approx(2, rel=0.01)
+    assert result.claims == (CAPACITY_CLAIM, TTFT_CLAIM)
+    assert [row["fidelity"] for row in rows_of(result, "claims")][2:] == ["rank-slice"] * 2
 
 
 def test_loads_beyond_the_limit_are_left_out(tmp_path: Path) -> None:
