@@ -366,24 +366,20 @@ def ring_vs_allgather(
     from kllm.models.devices import choose_device
 
     small = is_small(scale, str(choose_device(device)))
-    models = _names(model)
+    models, links = _names(model), _names(link)
     ranks = _integers("--cp", cp or ("2" if small else "8"))
+    chunks = _lengths("--chunk", chunk or ("256" if small else "8K"))
     bench = BENCHES["ring-vs-allgather"].load()(
         models=models,
         attentions=_names(attention),
         isls=_lengths("--isl", isl or ("512,2K" if small else "32K,128K,512K,1M")),
         cps=ranks,
-        links=_names(link),
-        chunks=_lengths("--chunk", chunk or ("256" if small else "8K")),
+        links=links,
+        chunks=chunks,
     )
-    named = {
-        **locals(),
-        "model": models[0],
-        "link": bench.links[0],
-        "token_budget": bench.chunks[0],
-    }
-    named["fidelity"] = "real"
-    shared = _options(named)
+    # Fidelity is chosen below; the rest is that of the first layout.
+    first = {"model": models[0], "link": links[0], "token_budget": chunks[0], "fidelity": "real"}
+    shared = _options({**locals(), **first})
     _run(bench, shared, choose(shared.config(), fidelity, max(ranks)))
 
 

@@ -59,6 +59,12 @@ class Sweep:
         """The kinds of attention of the layers."""
         return "+".join(dict.fromkeys(kind.name.partition(",")[0] for kind in self.attention))
 
+    @property
+    def about(self) -> dict[str, Any]:
+        """What all rows of the layout begin with: `LAYOUT`."""
+        found = (self.resolved.name, self.config.parallel.cp, self.chunk)
+        return dict(zip(LAYOUT, found, strict=True))
+
     def on(self, link: str) -> EngineConfig:
         """The config over a link; over the machine's own where ranks really run."""
         return replace(self.config, link=link) if self._sliced else self.config

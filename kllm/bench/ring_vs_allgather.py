@@ -20,9 +20,10 @@ from kllm.bench.ring_arms import GIB, Arm, both
 from kllm.bench.ring_findings import Sweep
 from kllm.bench.ring_setup import MODEL, attention_folder, cut, with_ranks
 from kllm.bench.shared_prompt import KINDS, SharedPrompt
+from kllm.bench.timing import Failed, attempt
 from kllm.config import EngineConfig
 from kllm.engine.rank_pool import RankPool, launch
-from kllm.errors import ConfigError
+from kllm.errors import CapacityError, ConfigError
 from kllm.hardware import ceilings
 from kllm.models.load import ResolvedModel, resolve
 from kllm.models.shape import model_shape
@@ -128,7 +129,11 @@ class RingVsAllGatherBench:
             links = {name: parse_link(name, resolved.device) for name in self.links}
             config = replace(config, link=self.links[0])
         ctx.progress(f"{resolved.name}, cp {cp}: loading", 0, 1)
-        prompt = SharedPrompt(config, resolved, pool)
+        made = attempt(lambda: SharedPrompt(config, resolved, pool))
+        if isinstance(made, Failed):
+            self._unbuilt(record, _sweep(config, resolved), links, made.reason)
+            return
+        prompt = made
         try:
             arms = both(KINDS, self.isls)
             here = 1 if sliced or resolved.device.startswith("cuda") else cp
@@ -147,6 +152,17 @@ class RingVsAllGatherBench:
                     _report(record, sweep, prompt, arms, self.isls, links)
         finally:
             prompt.close()
+
+    def _unbuilt(
+        self, record: Record, sweep: Sweep, links: Mapping[str, Link | None], reason: str
+    ) -> None:
+        """Mark the points of a layout that cannot be built; raise if there is no other."""
+        others = len(self.models) * len(self.attentions) * len(self.cps) * len(self.chunks) - 1
+        if not others:
+            raise CapacityError(reason)
+        for isl, link in product(sorted(set(self.isls)), links):
+            at = sweep.about | {"link": link, "prompt_tokens": isl}
+            record.row("sweep", at | {"state": "failed", "reason": reason})
 
     def _rounds(
         self,
@@ -211,8 +227,7 @@ def _report(
     links: Mapping[str, Link | None],
 ) -> None:
     """Rows of everything that was measured of a layout, and of what was predicted."""
-    about: dict[str, Any] = {"model": sweep.resolved.name, "cp": sweep.config.parallel.cp}
-    about |= {"chunk": sweep.chunk}
+    about = sweep.about
     for isl in sorted(set(isls)):
         record.row("memory", about | _memory(prompt, arms, isl), UNITS)
         record.row("balance", about | _balance(prompt.stripes, isl, sweep.chunk))

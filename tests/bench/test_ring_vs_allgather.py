@@ -148,6 +148,23 @@ def test_an_interrupt_keeps_the_rounds_that_are_complete(tmp_path: Path) -> None
     assert len(result.metrics["ring_s.llama-3-8b.cp2.chunk256.nvlink4.isl1024"].values) == 2
 
 
+def test_a_layout_that_cannot_be_built_does_not_end_the_sweep(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def build(config: EngineConfig, *rest: Any) -> SharedPrompt:
+        if config.scheduler.token_budget == 512:
+            raise CapacityError("a step of 512 tokens does not fit")
+        return SharedPrompt(config, *rest)
+
+    monkeypatch.setattr("kllm.bench.ring_vs_allgather.SharedPrompt", build)
+    both_chunks = bench(models=("llama-3-8b",), isls=(300,), chunks=(512, 256))
+    sweep = rows(run(both_chunks, tmp_path, "rank-slice", repeats=1), "sweep")
+    assert [(row["chunk"], row["state"]) for row in sweep] == [(512, "failed"), (256, "ok")]
+    assert sweep[0]["reason"] == "a step of 512 tokens does not fit"
+    with pytest.raises(CapacityError, match="does not fit"):
+        run(bench(chunks=(512,)), tmp_path, "rank-slice")
+
+
 class Short:
     """A prompt whose steps do not fit beyond a place."""
 
