@@ -42,9 +42,9 @@ class _Sizes:
 # within 3 minutes of a large GPU.
 _SMALL = _Sizes(
     world=2,
-    in_flight=(1, 2, 4, 8, 16),
+    in_flight=(1, 4, 8, 16),
     isls=(32, 96),
-    osl=8,
+    osl=6,
     skewed=8,
     step_tokens=128,
     limit_s=0.0,
