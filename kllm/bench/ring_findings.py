@@ -1,7 +1,7 @@
 """What the measured points of `ring-vs-allgather` say, beside what was predicted and published."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby, pairwise
 from typing import Any
@@ -179,6 +179,8 @@ def conclude(record: Record) -> None:
     )
     found = [*_along_length(rows), *_along_chunk(rows), *_along_bandwidth(rows)]
     record.boundary = " ".join(found) or "No boundary can be told without measured points."
+    if rows and not any("ratio_lo" in row for row in rows):
+        record.notes.append("With fewer than 3 repeats differences may be noise.")
     _exposed(record)
     _claim(record, rows)
     choices = record.ok_rows("predictions")
@@ -248,21 +250,39 @@ def crossing_points(points: Sequence[tuple[float, float]]) -> list[tuple[float, 
     return found
 
 
+def _spots(
+    rows: Sequence[Row],
+    value: Callable[[Row], float],
+    write: Callable[[float], str],
+    variable: str,
+) -> str:
+    """Where along a variable the faster kind changes, in words.
+
+    Points whose interval holds 1 do not tell which kind is faster and are left out.
+    """
+    told = [row for row in rows if not row.get("ratio_lo") or not _holds_one(row)]
+    low, high = (write(f(map(value, rows))) for f in (min, max))
+    span = f"at {variable} {low}" if low == high else f"in the swept range, {variable} {low} to "
+    span += "" if low == high else high
+    if not told:
+        return f"the repeats show no difference {span}"
+    unclear = f" ({len(rows) - len(told)} of {len(rows)} points show no difference)"
+    found = [
+        f"a ring {'wins' if above else 'loses'} from {variable} {write(at)} on"
+        for at, above in crossing_points([(value(row), row["ratio"]) for row in told])
+    ] or [f"a ring is {'faster' if told[0]['ratio'] >= 1 else 'slower'} {span}"]
+    return "; ".join(found) + (unclear if len(told) < len(rows) else "")
+
+
+def _holds_one(row: Row) -> bool:
+    return bool(row["ratio_lo"] <= 1 <= row["ratio_hi"])
+
+
 def _along_length(rows: Sequence[Row]) -> Iterator[str]:
-    """Along the prompt's length, for each model, degree and link."""
+    """Along the prompt's length, for each layout and link."""
     for group in _groups(rows, *LAYOUT, "link"):
-        first = group[0]
-        about = f"{_about(first)}, {first['link']} link:"
-        found = crossing_points([(row["prompt_tokens"], row["ratio"]) for row in group])
-        spots = [
-            f"a ring {'wins' if above else 'loses'} from ISL {tokens(round(at))} on"
-            for at, above in found
-        ]
-        if not spots:
-            low, high = (tokens(f([row["prompt_tokens"] for row in group])) for f in (min, max))
-            wins = "faster" if first["ratio"] >= 1 else "slower"
-            spots = [f"a ring is {wins} in the whole swept range, ISL {low} to {high}"]
-        yield f"{about} {'; '.join(spots)}."
+        spots = _spots(group, lambda row: float(row["prompt_tokens"]), tokens, "ISL")
+        yield f"{_about(group[0])}, {group[0]['link']} link: {spots}."
 
 
 def _along_chunk(rows: Sequence[Row]) -> Iterator[str]:
@@ -270,41 +290,25 @@ def _along_chunk(rows: Sequence[Row]) -> Iterator[str]:
     longest = max((row["prompt_tokens"] for row in rows), default=0)
     here = [row for row in rows if row["prompt_tokens"] == longest]
     for group in _groups(here, "model", "cp", "link"):
-        if len(group) < 2:
-            continue
-        first = group[0]
-        about = f"{first['model']}, cp {first['cp']}, {first['link']} link, ISL {tokens(longest)}:"
-        spots = [
-            f"a ring {'wins' if above else 'loses'} with steps of {tokens(round(at))} tokens "
-            "or more"
-            for at, above in crossing_points([(row["chunk"], row["ratio"]) for row in group])
-        ]
-        if not spots:
-            low, high = (tokens(f([row["chunk"] for row in group])) for f in (min, max))
-            wins = "faster" if first["ratio"] >= 1 else "slower"
-            spots = [f"a ring is {wins} with steps of {low} to {high} tokens"]
-        yield f"{about} {'; '.join(spots)}."
+        if len(group) > 1:
+            first = group[0]
+            about = f"{first['model']}, cp {first['cp']}, ISL {tokens(longest)}, {first['link']}"
+            spots = _spots(group, lambda row: float(row["chunk"]), tokens, "chunk")
+            yield f"{about} link: {spots}."
 
 
 def _along_bandwidth(rows: Sequence[Row]) -> Iterator[str]:
-    """Along the link's bandwidth at the longest prompt of each model and degree."""
+    """Along the link's bandwidth, at the longest prompt of each layout."""
     for group in _groups(rows, *LAYOUT):
         longest = max(row["prompt_tokens"] for row in group)
         here = [row for row in group if row["prompt_tokens"] == longest]
-        if len(here) < 2:
-            continue
-        first = here[0]
-        points = [(parse_link(row["link"]).bytes_per_s / 1e9, row["ratio"]) for row in here]
-        about = f"{_about(first)}, ISL {tokens(longest)}:"
-        found = crossing_points(points)
-        spots = [
-            f"a ring {'wins' if above else 'loses'} from {at:.3g} GB/s on" for at, above in found
-        ]
-        if not spots:
-            low, high = min(points)[0], max(points)[0]
-            wins = "faster" if first["ratio"] >= 1 else "slower"
-            spots = [f"a ring is {wins} on all links, {low:.3g} to {high:.3g} GB/s"]
-        yield f"{about} {'; '.join(spots)}."
+        if len(here) > 1:
+            spots = _spots(here, _gb_per_s, lambda x: f"{x:.3g} GB/s", "bandwidth")
+            yield f"{_about(here[0])}, ISL {tokens(longest)}: {spots}."
+
+
+def _gb_per_s(row: Row) -> float:
+    return parse_link(row["link"]).bytes_per_s / 1e9
 
 
 def _claim(record: Record, rows: Sequence[Row]) -> None:
@@ -335,6 +339,7 @@ def _claim(record: Record, rows: Sequence[Row]) -> None:
         )
     best = max(here, key=lambda row: row["ratio"])
     tag = f"{best['model']}.cp{best['cp']}.chunk{best['chunk']}.{best['link']}.isl{CLAIM_ISL}"
+    tag = tag.replace(" ", ".")
     pairs = zip(record.values[f"ring_s.{tag}"], record.values[f"all_gather_s.{tag}"], strict=True)
     for ring, gather in pairs:
         record.add(published.metric, 100 * (gather / ring - 1), unit="%", direction="higher")

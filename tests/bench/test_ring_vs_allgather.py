@@ -234,11 +234,9 @@ def test_findings_name_the_boundary_and_where_the_claim_is_reproduced(tmp_path: 
         "over nvlink4 and 0.9 times over ib400."
     )
     assert result.boundary is not None
-    assert "ib400 link: a ring is slower in the whole swept range, ISL 128K to 512K." in (
-        result.boundary
-    )
+    assert "ib400 link: a ring is slower in the swept range, ISL 128K to 512K." in (result.boundary)
     assert "nvlink4 link: a ring wins from ISL 256K on." in result.boundary
-    assert "ISL 512K: a ring wins from 101 GB/s on." in result.boundary
+    assert "ISL 512K: a ring wins from bandwidth 101 GB/s on." in result.boundary
     claims = {row["link"]: row for row in rows(result, "claim")}
     assert claims["ib400"]["status"] == "not reproduced"
     assert claims["ib400"]["measured_pct"] == pytest.approx(-10)
@@ -256,8 +254,24 @@ def test_the_boundary_along_the_length_of_steps_is_found(tmp_path: Path) -> None
         record.row("sweep", point("ib400", 1 << 18, ratio, chunk))
     conclude(record)
     assert record.boundary is not None
-    words = "ib400 link, ISL 256K: a ring wins with steps of 16K tokens or more."
+    words = "ISL 256K, ib400 link: a ring wins from chunk 16K on."
     assert words in record.boundary
+
+
+def test_a_difference_within_the_repeats_is_no_boundary(tmp_path: Path) -> None:
+    about = Subject(name="ring-vs-allgather", model="m", scale="layers:4", dtype="bfloat16")
+    record = Record(about, tmp_path)
+    spread = {"ratio_lo": 0.9, "ratio_hi": 1.1}
+    record.row("sweep", {**point("ib400", 1 << 17, 0.99), **spread})
+    record.row("sweep", {**point("ib400", 1 << 18, 1.01), **spread})
+    conclude(record)
+    assert record.boundary is not None
+    words = "ib400 link: the repeats show no difference in the swept range, ISL 128K to 256K."
+    assert words in record.boundary
+    clear = {"ratio_lo": 1.1, "ratio_hi": 1.3}
+    record.row("sweep", {**point("ib400", 1 << 20, 1.2), **clear})
+    conclude(record)
+    assert "a ring is faster in the swept range, ISL 128K to 1M (2 of 3 points" in record.boundary
 
 
 def test_the_dense_twin_of_a_model_has_its_dimensions_and_no_indexer() -> None:
