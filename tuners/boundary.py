@@ -126,41 +126,60 @@ def statement(
     return "; ".join(parts) + "."
 
 
-def runner_up(goal: Goal, winner: Trial, trials: Sequence[Trial]) -> str:
-    """How far the best other layout is behind, and where it takes over, from measured trials."""
+def runner_up(
+    goal: Goal, winner: Trial, trials: Sequence[Trial], again: Mapping[int, float]
+) -> str:
+    """How far the best other layout is behind, and where it takes over, from measured trials.
+
+    Args:
+        winner: of the recommended layout.
+        trials: all that count.
+        again: by trial, the first objective when it was measured again; counts more than the trial.
+    """
     ours = layout_name(winner.settings)
     others = [t for t in trials if t.metrics and layout_name(t.settings) != ours]
-    ended = [t for t in others if t.measured]
     first = goal.objectives[0]
-    if not ended:
-        early = f"; {len(others)} trials of others were stopped early" if others else ""
-        return f"No other layout ran to its end{early}."
-    best = ended[0]
-    for trial in ended[1:]:
-        if goal.better(trial.metrics, best.metrics):
-            best = trial
-    name = layout_name(best.settings)
-    words = f"The runner-up layout is {name} (trial {best.number})"
-    if not goal.feasible(best.metrics):
-        return f"{words}, which misses {goal.slo}."
-    one, other = winner.metrics[first.metric], best.metrics[first.metric]
+    fine = [t for t in others if t.measured and goal.feasible(t.metrics)]
+    if not fine:
+        return _none_else(goal, others)
+
+    def value(trial: Trial) -> float:
+        return again.get(trial.number, trial.metrics[first.metric])
+
+    best = max(fine, key=lambda t: first.sign * value(t))
+    one, other = value(winner), value(best)
     behind = 1 - other / one if first.sign > 0 else other / one - 1
     side = "behind" if behind >= 0 else "ahead"
-    words += f": {abs(behind):.1%} {side} in {first.name} ({other:.4g} against {one:.4g})"
+    words = (
+        f"The runner-up layout is {layout_name(best.settings)} (trial {best.number}), "
+        f"{abs(behind):.1%} {side} in {first.name} ({other:.4g} against {one:.4g} {first.unit})"
+    )
     if not goal.slo.limited or first.sign < 0:
         return f"{words}."
-    rows = sweep(goal, winner, [winner, *ended])
-    span = f"{rows[0].factor:g} to {rows[-1].factor:g} times"
+    rows = sweep(goal, winner, [winner, *(t for t in others if t.measured)])
     found = region(rows)
     if found is None:
         return f"{words}."
+    tighter = next((r for r in reversed(rows) if r.factor < found[0]), None)
+    looser = next((r for r in rows if r.factor > found[1]), None)
     crossings = [
-        f"with limits {side} {edge:.2g} times those, {layout_name(row.trial.settings)} is better"
-        for row, edge, side in (
-            (next((r for r in reversed(rows) if r.factor < found[0]), None), found[0], "below"),
-            (next((r for r in rows if r.factor > found[1]), None), found[1], "above"),
-        )
+        f"with limits {where} {edge:.2g} times those, {layout_name(row.trial.settings)} is better"
+        for row, edge, where in ((tighter, found[0], "below"), (looser, found[1], "above"))
         if row is not None and row.trial is not None
     ]
-    where = "; ".join(crossings) or f"no other layout takes over for limits of {span} those"
-    return f"{words}; {where}."
+    span = f"{rows[0].factor:g} to {rows[-1].factor:g} times"
+    crossing = "; ".join(crossings) or f"no other layout takes over for limits of {span} those"
+    return f"{words}; {crossing}."
+
+
+def _none_else(goal: Goal, others: Sequence[Trial]) -> str:
+    if not others:
+        return "No other layout gave a figure."
+    nearest = max(others, key=lambda t: t.metrics.get("output_tokens_per_s", 0.0))
+    name = layout_name(nearest.settings)
+    if nearest.measured:
+        return f"No other layout met {goal.slo}; the nearest was {name} (trial {nearest.number})."
+    return (
+        f"No other layout ran to its end; the nearest, {name} (trial {nearest.number}), was "
+        f"stopped: {nearest.reason}."
+    )

@@ -33,7 +33,7 @@ class Deployment:
         whole: of the model that it stands for; the same where nothing is cut.
         memory_bytes: of each rank's device; None: no limit is known (ranks on a CPU).
         dtype: of the loaded weights.
-        allowed: layouts to compare, the usual one first.
+        allowed: layouts to compare, the default one first.
         excluded: layouts that are left out, with the reason.
     """
 
@@ -134,17 +134,16 @@ def share_of(workload: Workload, dp: int) -> tuple[Workload, int]:
     )
 
 
-def usual(shape: ModelShape, found: Sequence[ParallelConfig]) -> ParallelConfig:
-    """The layout to compare with: what a deployment of the model begins with today.
+def by_custom(shape: ModelShape, found: Sequence[ParallelConfig]) -> list[ParallelConfig]:
+    """Layouts in order of how near they are to what a deployment of the model begins with today.
 
     Dense models: tensor parallelism over all ranks. Models with experts: attention by request and
     experts by rank on all of them (dp = ep = world), as DeepSeek deploys its models, because
     latents and compressed entries have no heads to cut and tensor parallelism would copy them.
-    The nearest to it where it is not among `found`.
     """
     if shape.dims.experts:
-        return min(found, key=lambda a: (a.pp, a.cp, a.tp, -a.ep))
-    return min(found, key=lambda a: (a.pp, a.cp, -a.tp))
+        return sorted(found, key=lambda a: (a.pp, a.cp, a.tp, -a.ep))
+    return sorted(found, key=lambda a: (a.pp, a.cp, -a.tp))
 
 
 def find_deployment(
@@ -193,14 +192,12 @@ def find_deployment(
     for model in candidates:
         allowed, excluded = _divide(model, choices, full.dtype, memory)
         if allowed:
-            first = usual(model, allowed)
-            others = (layout for layout in allowed if layout != first)
             return resolved, Deployment(
                 shape=shape,
                 whole=model,
                 memory_bytes=memory,
                 dtype=full.dtype,
-                allowed=(first, *others),
+                allowed=tuple(by_custom(model, allowed)),
                 excluded=tuple(excluded),
             )
     assert memory is not None

@@ -6,6 +6,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from kllm import __version__, hardware
 from kllm.bench.record import Clocks, code_commit, new_run_id
 from kllm.recipes.schema import (
@@ -286,8 +288,27 @@ def boundary_of(findings: Findings) -> str | None:
         no_other = "No other setting came within 5 % of it."
         sentence = f"Within 5 % of it came: {kept}." if kept else no_other
     if len(space.rows) > 1:
-        sentence += " " + boundary.runner_up(goal, trial, findings.rivals)
+        dropped = findings.comparison.dropped if findings.comparison else ()
+        gone = {t.number for t in dropped}
+        counting = [t for t in findings.trials if t.number not in gone]
+        sentence += " " + boundary.runner_up(goal, trial, counting, _again(findings))
     return sentence
+
+
+def _again(findings: Findings) -> dict[int, float]:
+    """The first objective of the trials that were measured again, by trial: medians."""
+    comparison, setup = findings.comparison, findings.setup
+    if comparison is None or findings.best is None:
+        return {}
+    metric = setup.goal.objectives[0].metric
+    default = dict(setup.space.default)
+    base = next((t for t in findings.trials if t.measured and dict(t.settings) == default), None)
+    sides = ((findings.best, comparison.winner), (base, comparison.default))
+    return {
+        trial.number: float(np.median([m[metric] for m in runs]))
+        for trial, runs in sides
+        if trial is not None and runs
+    }
 
 
 def _alone(findings: Findings) -> list[str]:

@@ -23,6 +23,7 @@ from kllm.tuners.sampler import PointSampler, evidence
 from kllm.tuners.space import Space, Value
 from kllm.tuners.study import Trial, read_trial
 
+RAN = ("complete", "stopped", "failed")
 CHOOSING_S = 0.05  # how often a trial that is being chosen elsewhere is looked at
 CHOOSING_LIMIT_S = 10.0  # after this its process is taken for dead
 UNOWNED_S = 60.0  # a running trial without an owner for this long was killed while it began
@@ -93,7 +94,7 @@ class Search:
 
     def ran(self) -> int:
         """Trials that were run, anywhere; pruned, repeated and running ones do not count."""
-        return sum(t.state in ("complete", "stopped", "failed") for t in self.trials())
+        return sum(t.state in RAN for t in self.trials())
 
     def recover(self) -> int:
         """Mark trials whose process is dead and queue their points once more.
@@ -169,6 +170,9 @@ class Search:
             chosen = self._choose()
             if isinstance(chosen, str):
                 return chosen
+            if trials is not None and self._begun_before(chosen[0].number) >= trials:
+                self._give_up(chosen[0], "another process began the last trial at the same time")
+                continue
             self._run_one(*chosen)
 
     def _choose(self) -> tuple[optuna.Trial, int] | str:
@@ -192,9 +196,7 @@ class Search:
             index = self.space.find({**self.space.default, **trial.params})
             assert index is not None  # the sampler only knows points of the space
             if (rival := self._chosen_elsewhere(trial)) is not None:
-                trial.set_user_attr("retry", True)
-                trial.set_user_attr("reason", f"trial {rival} of another process has this point")
-                self.study.tell(trial, state=TrialState.FAIL)
+                self._give_up(trial, f"trial {rival} of another process has this point")
             elif reason := hopeless.get(index):
                 trial.set_user_attr("reason", reason)
                 self.study.tell(trial, state=TrialState.PRUNED)
@@ -202,6 +204,19 @@ class Search:
                 self.sampler.avoid_hopeless = True
             else:
                 return trial, index
+
+    def _give_up(self, trial: optuna.Trial, reason: str) -> None:
+        """Record that a trial was not run; its point is free again."""
+        trial.set_user_attr("retry", True)
+        trial.set_user_attr("reason", reason)
+        self.study.tell(trial, state=TrialState.FAIL)
+
+    def _begun_before(self, number: int) -> int:
+        """Trials with a lower number that were run or are running, anywhere."""
+        earlier = [t for t in self.trials() if t.number < number]
+        ran = sum(t.state in RAN for t in earlier)
+        running = self.study.get_trials(deepcopy=False, states=(TrialState.RUNNING,))
+        return ran + sum(t.number < number for t in running)
 
     def _waiting(self) -> bool:
         """Whether an interrupted point is queued."""

@@ -14,6 +14,8 @@ Rule = Callable[[Progress], str | None]  # a sentence stops the trial
 INDIFFERENCE = 0.1  # attainment this far below target is surely to be called a miss
 RACE_FROM = 0.15  # share of the output tokens before which nothing is compared
 RACE_SLACK = (0.8, 0.2)  # tolerated slowness at the start and at the end of the run
+# Of layouts: those that are half as fast but answer sooner belong to the trade-off that is shown.
+LAYOUT_RACE_SLACK = (2.0, 1.0)
 QUEUE_SAMPLES = 16
 OPEN_LOOP_SETTLE = 10  # requests of a cold start
 OPEN_LOOP_MIN_WAITING = 8
@@ -115,9 +117,17 @@ class CannotWin:
     Args:
         best: progress of the best trial so far.
         attainment: share of the best trial's tokens that counted.
+        slack: tolerated slowness at the start and at the end.
     """
 
-    def __init__(self, best: Sequence[Tick], *, attainment: float = 1.0) -> None:
+    def __init__(
+        self,
+        best: Sequence[Tick],
+        *,
+        attainment: float = 1.0,
+        slack: tuple[float, float] = RACE_SLACK,
+    ) -> None:
+        self.slack = slack
         self.tokens = np.array([0.0, *(t.output_tokens for t in best)]) * attainment
         self.seconds = np.array([0.0, *(t.elapsed_s for t in best)])
 
@@ -128,7 +138,7 @@ class CannotWin:
         if done < RACE_FROM or tick.output_tokens > self.tokens[-1]:
             return None
         rival_s = float(np.interp(tick.output_tokens, self.tokens, self.seconds))
-        first, last = RACE_SLACK
+        first, last = self.slack
         if tick.elapsed_s <= rival_s * (1 + first + (last - first) * done):
             return None
         return (
@@ -169,6 +179,7 @@ def rules_for(
     concurrency: int | None,
     best: Outcome | None,
     best_metrics: Mapping[str, float],
+    slack: tuple[float, float] = RACE_SLACK,
 ) -> Stopper:
     """The rules that suit a goal.
 
@@ -177,6 +188,7 @@ def rules_for(
         concurrency: of a closed loop; None: an open loop, whose queue can grow.
         best: run of the best trial so far, if there is one.
         best_metrics: its metrics.
+        slack: of `CannotWin`.
     """
     rules: list[Rule] = []
     if goal.slo.limited:
@@ -188,7 +200,8 @@ def rules_for(
     # Several objectives: a slow run may still be the best in another one.
     racing = goal.single and goal.objectives[0].name in ("goodput", "throughput")
     if racing and best is not None and goal.feasible(best_metrics):
-        rules.append(CannotWin(best.ticks, attainment=_counted(goal, best_metrics)))
+        counted = _counted(goal, best_metrics)
+        rules.append(CannotWin(best.ticks, attainment=counted, slack=slack))
     return Stopper(rules)
 
 

@@ -36,7 +36,7 @@ from kllm.tuners.setup import (
     sized,
 )
 from kllm.tuners.space import Settings
-from kllm.tuners.stopping import Rule, Stopper, rules_for
+from kllm.tuners.stopping import LAYOUT_RACE_SLACK, RACE_SLACK, Rule, Stopper, rules_for
 from kllm.tuners.storage import JOURNAL, open_storage, without_password
 from kllm.tuners.study import Trial, newest_study, open_study, stored_identity
 from kllm.tuners.trial import WorkerRunner, memory_limit
@@ -276,6 +276,7 @@ class _Session:
             concurrency=part.concurrency,
             best=best.outcome if best else None,
             best_metrics=best.metrics if best else {},
+            slack=RACE_SLACK if self.setup.deployment is None else LAYOUT_RACE_SLACK,
         )
         return self._run(settings, rules.rules)
 

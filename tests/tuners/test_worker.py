@@ -9,7 +9,8 @@ import psutil
 import pytest
 
 from kllm.bench.workloads import Lengths, Workload
-from kllm.config import CacheConfig, EngineConfig, SchedulerConfig
+from kllm.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
+from kllm.tuners.layouts import share_of
 from kllm.tuners.objective import Slo
 from kllm.tuners.outcome import measure
 from kllm.tuners.trial import WorkerRunner
@@ -54,6 +55,43 @@ def test_network_is_loaded_again_only_when_it_is_another_one() -> None:
     other = replace(CONFIG, scheduler=scheduler, cache=cache, graphs=False)
     assert models.get(other) is loaded
     assert models.get(replace(CONFIG, seed=1)) is not loaded
+
+
+def test_network_is_kept_between_both_kinds_of_context_parallelism() -> None:
+    models = Models()
+    ring = replace(CONFIG, parallel=ParallelConfig(cp=2, cp_kind="ring"), fidelity="rank-slice")
+    gather = replace(ring, parallel=ParallelConfig(cp=2, cp_kind="all_gather"))
+    loaded = models.get(ring)
+    assert models.get(gather) is loaded
+    assert models.get(replace(ring, parallel=ParallelConfig(dp=2))) is not loaded
+    assert models.get(replace(ring, link="pcie5")) is not loaded
+
+
+def test_attention_is_chosen_again_for_other_kv() -> None:
+    config = EngineConfig(model="llama-3-8b", scale="tiny", device="cpu")
+    models = Models()
+    model = models.get(config)
+    before = model.attention
+    assert models.get(replace(config, scheduler=SchedulerConfig(max_batch=2))).attention is before
+    again = models.get(replace(config, cache=CacheConfig(dtype="fp8")))
+    assert again is model
+    assert again.attention is not before
+
+
+@pytest.mark.parametrize("fidelity", ["rank-slice", "real"])
+def test_trial_of_a_layout_says_what_it_is(runner: WorkerRunner, fidelity: str) -> None:
+    layout = ParallelConfig(dp=2, ep=2)
+    config = replace(CONFIG, parallel=layout, fidelity=fidelity)
+    sliced = fidelity == "rank-slice"
+    part, groups = share_of(WORKLOAD, 2) if sliced else (WORKLOAD, 1)
+    outcome = runner.run(config, part, groups=groups)
+    assert outcome.state == "complete", outcome.reason
+    assert (outcome.fidelity, outcome.groups, outcome.ranks) == (fidelity, 2 if sliced else 1, 2)
+    assert len(outcome.requests) == outcome.num_requests == (3 if sliced else 6)
+    own = sum(row.osl for row in outcome.requests)
+    assert outcome.ticks[-1].output_tokens == outcome.num_output_tokens == groups * own
+    other = replace(config, scheduler=SchedulerConfig(max_batch=2))
+    assert runner.run(other, part, groups=groups).state == "complete"
 
 
 def test_config_that_the_engine_refuses_is_a_failed_trial_with_its_sentence(
