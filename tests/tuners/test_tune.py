@@ -202,7 +202,11 @@ class Tune:
 
     def wait(self) -> int:
         """Read what is left; the exit code."""
-        out, err = self.process.communicate(timeout=60)
+        assert self.process.stdout is not None
+        assert self.process.stderr is not None
+        # Not `communicate`: it would miss what `wait_for` has read ahead.
+        out, err = self.process.stdout.read(), self.process.stderr.read()
+        self.process.wait(60)
         self.lines += [line.split() for line in out.splitlines()]
         assert "Traceback" not in err, err
         return self.process.returncode
