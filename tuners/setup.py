@@ -317,6 +317,13 @@ Predict = Callable[[Settings], Prediction]
 def predictor(setup: Setup, ceilings: hardware.Ceilings, *, overhead_s: float = 0.0) -> Predict:
     """The cost model's prediction for settings, with a constant added to each step."""
     base = CostModel.of(setup.resolved, ceilings)  # counts every tensor of the model: once
+    # Thousands of points ask for a few hundred contexts.
+    shape = replace(
+        base.shape,
+        attention_flops=cache(base.shape.attention_flops),
+        attention_entries=cache(base.shape.attention_entries),
+    )
+    base = replace(base, shape=shape)
     link = link_of(setup, ceilings)
     parts = cache(lambda dp: share_of(setup.workload, dp))
 
