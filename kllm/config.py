@@ -6,7 +6,7 @@ from typing import Literal
 from kllm.errors import ConfigError
 
 DTYPES = ("float32", "bfloat16", "float16")
-CP_KINDS = ("auto", "ring", "all_gather")
+CP_KINDS = ("auto", "ring", "all_gather", "replicated")
 EP_BACKENDS = ("auto", "all_to_all", "all_gather", "deep_ep")
 KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8")
 
@@ -62,7 +62,10 @@ class ParallelConfig:
     ep: int = 1  # expert parallel
     cp: int = 1  # context parallel prefill; each request decodes on one of the ranks
     pp: int = 1  # pipeline stages
-    cp_kind: str = "auto"  # how prefill sees foreign KV; auto: ring where it hides its transfers
+    # How prefill sees the KV of other cp ranks: it travels round them (ring), each layer's is
+    # gathered (all_gather), or all of them keep all of it (replicated). auto: the faster of the
+    # first two, which take no more KV memory than the prompt.
+    cp_kind: str = "auto"
     ep_backend: str = "auto"  # dispatch and combine; auto: by what a step's shape allows
     redundant_experts: int = 0  # second and further copies, of all experts of a layer together
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from kllm import kernels
 from kllm.attention.compressor import Compression, request_slots
 from kllm.attention.context import ForwardContext
+from kllm.attention.gathered import gather_prompts, gathers
 from kllm.attention.indexing import (
     IndexQuery,
     best_entries,
@@ -74,10 +75,14 @@ def attend(
     else:
         out = torch.empty_like(q)
         keys = iter(near)
+        gathered = _gather_entries(ctx, layer, kind, index) if kind and gathers(ctx) else None
         for runs in prompts(ctx):
             last, entries = runs[-1], None
             if kind and last.end >= kind.ratio:
-                entries = _read_entries(ctx, layer, last, kind, index)
+                if gathered is not None and last.piece >= 0:
+                    entries = gathered[last.piece]
+                else:
+                    entries = _read_entries(ctx, layer, last, kind, index)
             for run in runs:
                 out[run.rows] = _attend_chunk(run, q, next(keys), sink, window, entries, index)
     if ctx.num_decodes:
@@ -145,6 +150,20 @@ def _read_entries(
     if index and count > index.topk:
         keys = ctx.pool.read(index.state, layer, slots).squeeze(1)
     return _Entries(kind.ratio, ctx.pool.read(kind.state, layer, slots).squeeze(1), keys)
+
+
+def _gather_entries(
+    ctx: ForwardContext, layer: int, kind: Compression, index: IndexQuery | None
+) -> list[_Entries]:
+    """The same of each piece, gathered from all ranks; called on all of them."""
+    values = gather_prompts(ctx, kind.state, layer, kind.ratio)
+    keys: list[Tensor | None] = [None] * len(values)
+    if index and any(len(entries) > index.topk for entries in values):
+        keys[:] = gather_prompts(ctx, index.state, layer, kind.ratio)
+    return [
+        _Entries(kind.ratio, own.squeeze(1), None if key is None else key.squeeze(1))
+        for own, key in zip(values, keys, strict=True)
+    ]
 
 
 def _attend_chunk(

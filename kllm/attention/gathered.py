@@ -1,9 +1,13 @@
-"""All-gather context parallelism: each rank keeps all entries of the prompts, at their positions.
+"""Context parallelism that gathers: entries of all ranks come at once, and then a rank attends.
 
-Every layer's new entries are exchanged once, as they are stored. A stretch of a piece then
-attends like any chunk, because all that it sees lies in the pages of its request.
+Replicated prompts: each rank keeps all entries, at their positions; a layer's new ones are
+exchanged once, as they are stored, and a stretch of a piece attends like any chunk, because all
+that it sees lies in the pages of its request. All-gather: each rank keeps those of its stripes,
+and every layer gathers the entries of the whole prompt, cached ones too, for as long as it needs
+them.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +15,9 @@ import torch
 from torch import Tensor
 
 from kllm.attention.context import ForwardContext, SequenceContext, to_device
+from kllm.attention.ring import find_shards, unpack_part
+from kllm.cache.shards import entry_places, entry_ranks
+from kllm.parallel.stripes import Stripes
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +33,7 @@ class _Exchange:
 def store_entries(
     ctx: ForwardContext, name: str, layer: int, slots: Tensor, entries: Tensor, ratio: int = 1
 ) -> None:
-    """Store the step's new entries of a paged state, with all-gather those of all ranks.
+    """Store the step's new entries of a paged state; of replicated prompts those of all ranks.
 
     Called on all ranks of a context-parallel group.
 
@@ -36,7 +43,7 @@ def store_entries(
         ratio: tokens an entry; a chunk makes the entries whose last token is its own.
     """
     stored = ctx.pool.pack(name, entries)
-    if ctx.sequence is not None and not ctx.sequence.step.ring:
+    if ctx.sequence is not None and not ctx.sequence.step.sharded:
         exchange = _find_exchange(ctx, ctx.sequence, ratio)
         if exchange.most:
             decodes = len(stored) - exchange.own
@@ -72,3 +79,43 @@ def _find_exchange(ctx: ForwardContext, sequence: SequenceContext, ratio: int) -
         ctx.shared[key] = _Exchange(own, most, to_device(order, device), slots)
     found: _Exchange = ctx.shared[key]
     return found
+
+
+def gathers(ctx: ForwardContext) -> bool:
+    """Whether the step has prompts whose entries are gathered layer by layer."""
+    return ctx.sequence is not None and ctx.sequence.step.kind == "all_gather"
+
+
+def gather_prompts(ctx: ForwardContext, name: str, layer: int, ratio: int = 1) -> list[Tensor]:
+    """All entries of each piece's request so far, [n, heads, channels] in order of position.
+
+    Called on all ranks of the group, also on those without a stretch of the piece; the step's own
+    entries must be in their pages already.
+
+    Args:
+        ratio: tokens an entry of the state.
+    """
+    assert ctx.sequence is not None
+    comm, shards = ctx.sequence.comm, find_shards(ctx, ratio)
+    pages = ctx.pool.pages(name, layer)
+    own = pages.view(-1, *pages.shape[2:]).index_select(0, shards.slots)
+    received = own.new_empty(comm.size * len(own), *own.shape[1:])
+    if len(own):  # else no rank has an entry yet
+        comm.all_gather(received, own).wait()
+    key = f"gathered order {ratio}"
+    if key not in ctx.shared:
+        ctx.shared[key] = [
+            _order(shards.entries, piece.parts, piece.end // ratio, len(own), received.device)
+            for piece in shards.pieces
+        ]
+    return [unpack_part(ctx.pool, name, received[order]) for order in ctx.shared[key]]
+
+
+def _order(
+    stripes: Stripes, parts: Sequence[slice], count: int, block: int, device: torch.device
+) -> Tensor:
+    """[count] int64: where a request's entries stand among the ranks' blocks of `block` each."""
+    ids = torch.arange(count, device=device)
+    ranks = entry_ranks(stripes, ids)
+    starts = torch.tensor([rank * block + part.start for rank, part in enumerate(parts)])
+    return to_device(starts.numpy(), device)[ranks] + entry_places(stripes, ids)

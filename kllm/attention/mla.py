@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from kllm import kernels
 from kllm.attention.compressor import request_slots
 from kllm.attention.context import ForwardContext
-from kllm.attention.gathered import store_entries
+from kllm.attention.gathered import gather_prompts, gathers, store_entries
 from kllm.attention.indexing import (
     IndexQuery,
     best_entries,
@@ -36,10 +36,9 @@ from kllm.attention.indexing import (
 )
 from kllm.attention.latent import LatentHeads, LatentSoftmax, expanding_pays
 from kllm.attention.mla_ring import attend_travelling
-from kllm.attention.ring import find_shards, ring_context
+from kllm.attention.ring import causal_span, find_shards, ring_context, sharded_context
 from kllm.attention.ring_selection import select_travelling
 from kllm.attention.rings import Chunk, chunks
-from kllm.kernels import Span
 
 LATENT = "latent"  # paged state: latent, then rotary key
 INDEX_KEY = "index_key"  # paged state of the indexer
@@ -67,8 +66,8 @@ class Selection:
 
 
 def must_select(ctx: ForwardContext, topk: int) -> bool:
-    """Whether any token of the step may see more than `topk` entries; in a ring, on any rank."""
-    sequence = ring_context(ctx)
+    """Whether any token may see more than `topk` entries, on any rank of sharded prompts."""
+    sequence = sharded_context(ctx)
     if sequence and any(piece.end > topk for piece in sequence.step.pieces):
         return True
     return bool((ctx.context_lens_host > topk).any())
@@ -82,11 +81,12 @@ def select(ctx: ForwardContext, layer: int, index: IndexQuery) -> Selection:
     if ring_context(ctx):
         return Selection(index.topk, decodes, _select_travelling(ctx, layer, index))
     parts: list[Tensor | None] = []
+    gathered = gather_prompts(ctx, index.state, layer) if gathers(ctx) else None
     for runs in _by_prompt(ctx):
         if runs[-1].end <= index.topk:
             parts += [None] * len(runs)
             continue
-        keys = _read(ctx, index.state, layer, runs[-1])
+        keys = _entries(ctx, index.state, layer, runs[-1], gathered)
         parts += [_select_chunk(run, index, keys[: run.end]) for run in runs]
     return Selection(index.topk, decodes, tuple(parts))
 
@@ -165,8 +165,10 @@ def attend(
         attend_travelling(ctx, layer, LATENT, q, heads, selected, out)
         return out
     chosen = {run.request: ids for run, ids in zip(chunks(ctx), selected, strict=True)}
+    gathered = gather_prompts(ctx, LATENT, layer) if gathers(ctx) else None
     for runs in _by_prompt(ctx):
-        _attend_runs(q, _read(ctx, LATENT, layer, runs[-1]), heads, runs, chosen, out)
+        stored = _entries(ctx, LATENT, layer, runs[-1], gathered)
+        _attend_runs(q, stored, heads, runs, chosen, out)
     return out
 
 
@@ -188,7 +190,7 @@ def _attend_runs(
         first, end = dense[0].rows.start, dense[-1].end
         rows = slice(first, dense[-1].rows.stop)
         softmax = LatentSoftmax(heads, q[rows], expanding_pays(heads, dense, end))
-        softmax.add(stored[:end], [_span(run, first) for run in dense])
+        softmax.add(stored[:end], [causal_span(run, first) for run in dense])
         out[rows] = softmax.finish()
         runs = runs[len(dense) :]
     for run in runs:
@@ -209,11 +211,6 @@ def _by_prompt(ctx: ForwardContext) -> list[list[Chunk]]:
     return found
 
 
-def _span(run: Chunk, first: int) -> Span:
-    """The causal mask of a run among queries that begin with row `first` of the batch."""
-    return Span(slice(run.rows.start - first, run.rows.stop - first), run.start + 1, run.end)
-
-
 def _decode_slots(ctx: ForwardContext) -> Tensor:
     """[decodes, longest context] int64 slots; -1: not visible."""
     key = "visible latents"
@@ -231,6 +228,15 @@ def _chunk_slots(ctx: ForwardContext, chunk: Chunk) -> Tensor:
         ctx.shared[key] = request_slots(ctx, chunk.request, 0, chunk.end, 1)
     found: Tensor = ctx.shared[key]
     return found
+
+
+def _entries(
+    ctx: ForwardContext, name: str, layer: int, last: Chunk, gathered: list[Tensor] | None
+) -> Tensor:
+    """[context, channels]: all entries that the last chunk of a request sees."""
+    if gathered is None or last.piece < 0:
+        return _read(ctx, name, layer, last)
+    return gathered[last.piece].squeeze(1)
 
 
 def _read(ctx: ForwardContext, name: str, layer: int, chunk: Chunk) -> Tensor:

@@ -76,11 +76,17 @@ class Shards:
 def ring_context(ctx: ForwardContext) -> SequenceContext | None:
     """The group and its step, where prompts run as a ring."""
     sequence = ctx.sequence
-    return sequence if sequence is not None and sequence.step.ring else None
+    return sequence if sequence is not None and sequence.step.kind == "ring" else None
+
+
+def sharded_context(ctx: ForwardContext) -> SequenceContext | None:
+    """The group and its step, where each rank keeps a part of the prompts."""
+    sequence = ctx.sequence
+    return sequence if sequence is not None and sequence.step.sharded else None
 
 
 def find_shards(ctx: ForwardContext, ratio: int) -> Shards:
-    """The spread of the entries of `ratio`, worked out once a step. Only in ring mode."""
+    """The spread of the entries of `ratio`, worked out once a step, for sharded prompts."""
     key = f"shards {ratio}"
     if key not in ctx.shared:
         assert ctx.sequence is not None
@@ -107,6 +113,11 @@ def _find_shards(ctx: ForwardContext, sequence: SequenceContext, ratio: int) -> 
     padding = max(filled) - filled[step.rank]
     slots.append(torch.zeros(padding, dtype=torch.int64, device=ctx.positions.device))
     return Shards(step.rank, step.stripes, stripes, ratio, tuple(pieces), torch.cat(slots))
+
+
+def causal_span(run: Chunk, first: int) -> Span:
+    """What a run sees of its request's entries in order, its rows counted from row `first`."""
+    return Span(slice(run.rows.start - first, run.rows.stop - first), run.start + 1, run.end)
 
 
 def travel(comm: Communicator, block: Tensor) -> Iterator[tuple[int, Tensor]]:

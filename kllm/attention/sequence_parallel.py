@@ -1,8 +1,8 @@
 """Full keys and values (GQA, MHA) of prompts that context-parallel ranks share.
 
-All-gather: the new keys and values of all ranks are stored first, and then the model's backend
-attends to each run of a chunk as to any chunk. Ring: the backend has the decodes only, and keys
-and values travel (`kllm.attention.ring`).
+Replicated prompts: the new keys and values of all ranks are stored first, and then the model's
+backend attends to each run of a chunk as to any chunk. Sharded ones: the backend has the decodes
+only, and keys and values travel (`kllm.attention.ring`) or are gathered.
 """
 
 from dataclasses import replace
@@ -13,8 +13,14 @@ from torch import Tensor
 from kllm import kernels
 from kllm.attention.base import AttentionBackend
 from kllm.attention.context import ForwardContext
-from kllm.attention.gathered import store_entries
-from kllm.attention.ring import find_shards, ring_context, travelling, unpack_part
+from kllm.attention.gathered import gather_prompts, gathers, store_entries
+from kllm.attention.ring import (
+    causal_span,
+    find_shards,
+    sharded_context,
+    travelling,
+    unpack_part,
+)
 from kllm.kernels import SoftmaxState
 
 STATE = "kv"
@@ -55,7 +61,7 @@ class SequenceAttention:
 
     def prepare(self, ctx: ForwardContext) -> None:
         """See `kllm.attention.base.AttentionBackend.prepare`."""
-        alone = decodes_alone(ctx) if ring_context(ctx) else ctx
+        alone = decodes_alone(ctx) if sharded_context(ctx) else ctx
         if alone is not None:
             self.backend.prepare(alone)
 
@@ -64,14 +70,15 @@ class SequenceAttention:
         if ctx.sequence is None:
             return self.backend.attend(ctx, layer, q, k, v)
         store_entries(ctx, STATE, layer, ctx.entry_slots(), torch.cat((k, v), dim=1))
-        if not ctx.sequence.step.ring:
+        if not ctx.sequence.step.sharded:
             return self.backend.attend(ctx, layer, q, k, v)
         n = ctx.num_decodes
         out = torch.empty_like(q)
         alone = decodes_alone(ctx)
         if alone is not None:
             out[:n] = self.backend.attend(alone, layer, q[:n], k[:n], v[:n])
-        attend_travelling(ctx, layer, q, out)
+        attend = attend_gathered if gathers(ctx) else attend_travelling
+        attend(ctx, layer, q, out)
         return out
 
 
@@ -95,4 +102,17 @@ def attend_travelling(ctx: ForwardContext, layer: int, q: Tensor, out: Tensor) -
                 kernels.block_attention(state, q[piece.rows], key, value, spans, q.shape[2] ** -0.5)
     for piece, state in zip(shards.pieces, states, strict=True):
         if piece.runs:
+            out[piece.rows] = kernels.finish_softmax(state, out.dtype)
+
+
+def attend_gathered(ctx: ForwardContext, layer: int, q: Tensor, out: Tensor) -> None:
+    """The same with the keys and values of whole prompts, gathered from all ranks."""
+    prompts = gather_prompts(ctx, STATE, layer)
+    for piece, entries in zip(find_shards(ctx, 1).pieces, prompts, strict=True):
+        if piece.runs:
+            rows = piece.rows.stop - piece.rows.start
+            state = SoftmaxState.empty(rows, q.shape[1], q.shape[2], q.device)
+            spans = [causal_span(run, piece.rows.start) for run in piece.runs]
+            key, value = entries.chunk(2, dim=1)
+            kernels.block_attention(state, q[piece.rows], key, value, spans, q.shape[2] ** -0.5)
             out[piece.rows] = kernels.finish_softmax(state, out.dtype)

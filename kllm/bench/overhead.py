@@ -45,7 +45,7 @@ class NullExecutor:
             kv_dtype="float32",
             rewind_tokens=0,
         )
-        self.sharing = Sharing(budget, groups=1, stripes=None, ring=False)
+        self.sharing = Sharing(budget, groups=1, stripes=None, cp_kind="auto")
 
     def execute(self, plans: Sequence[Plan | None]) -> list[Outcome | None]:
         """One token for each request that samples."""

@@ -1,7 +1,7 @@
-"""Bringing a prompt's entries to the rank that decodes the request, after a ring prefill.
+"""Bringing a prompt's entries to the rank that decodes the request, after a shared prefill.
 
-While a prompt runs as a ring, each rank of the group keeps the entries of its own stripes. When
-it is done, the others send theirs to the owner, which has a place for every entry; from then on
+While a prompt is spread over a group, each rank keeps the entries of its own stripes. When it is
+done, the others send theirs to the owner, which has a place for every entry; from then on
 the request is like any that the owner ran alone. What is sent is what is stored, so fp8 entries
 stay as they are.
 """
@@ -26,7 +26,7 @@ def hand_over(pool: KVPool, comm: Communicator, step: SequenceStep, block_tables
         block_tables: [pieces, max pages] of this rank, on the pool's device.
     """
     ends = [i for i, piece in enumerate(step.pieces) if piece.ends]
-    if not step.ring or not ends or comm.size == 1:
+    if not step.sharded or not ends or comm.size == 1:
         return
     for state in pool.spec.paged:
         ratio = state.tokens_per_entry

@@ -54,7 +54,7 @@ def page_slots(table: Tensor, places: Tensor, per_page: int) -> Tensor:
 def held_slots(
     step: SequenceStep, index: int, block_tables: Tensor, page_size: int, ratio: int
 ) -> Tensor:
-    """Slots of all entries that this rank holds of a piece's request in ring mode.
+    """Slots of all entries that this rank holds of a sharded piece's request.
 
     Args:
         index: of the piece.

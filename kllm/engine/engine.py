@@ -93,7 +93,7 @@ class Engine:
                 max_model_len=self.budget.max_model_len,
                 eos_token_ids=self.resolved.config.eos_token_ids,
                 stripes=sharing.stripes,
-                ring=sharing.ring,
+                sharded=sharing.cp_kind != "replicated",
             )
             for _ in range(sharing.groups)
         ]

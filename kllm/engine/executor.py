@@ -32,7 +32,7 @@ class Sharing:
     budget: KVBudget  # of each rank
     groups: int  # how many groups of ranks have requests of their own
     stripes: Stripes | None  # how a group's prompts are dealt to its ranks
-    ring: bool
+    cp_kind: str  # how they see each other's KV
 
 
 class Executor(Protocol):
@@ -58,13 +58,13 @@ def sharing_of(config: EngineConfig, budget: KVBudget) -> Sharing:
     if layout.cp > 1:
         tokens = stripe_tokens(layout.cp, config.scheduler.token_budget, budget.page_size)
         stripes = Stripes(layout.cp, tokens)
-    return Sharing(budget, layout.dp, stripes, layout.cp_kind == "ring")
+    return Sharing(budget, layout.dp, stripes, layout.cp_kind)
 
 
-def rearranged(sharing: Sharing, pages: int, ring: bool, tokens: int) -> Sharing:
+def rearranged(sharing: Sharing, pages: int, kind: str, tokens: int) -> Sharing:
     """The same ranks with pools of other sizes."""
     budget = replace(sharing.budget, num_pages=pages, max_model_len=tokens)
-    return replace(sharing, budget=budget, ring=ring)
+    return replace(sharing, budget=budget, cp_kind=kind)
 
 
 class InProcessExecutor:
@@ -93,8 +93,8 @@ class InProcessExecutor:
         )
         # A slice has the requests of its own group only: the others are like it.
         sharing = sharing_of(config, self._rank.budget)
-        self.sharing = Sharing(sharing.budget, 1, sharing.stripes, sharing.ring)
-        self._rank.allocate(sharing.budget, sharing.stripes, sharing.ring)
+        self.sharing = Sharing(sharing.budget, 1, sharing.stripes, sharing.cp_kind)
+        self._rank.allocate(sharing.budget, sharing.stripes, sharing.cp_kind)
         self._cp = place(config.parallel, number).cp
 
     def execute(self, plans: Sequence[Plan | None]) -> list[Outcome | None]:
@@ -121,7 +121,7 @@ class InProcessExecutor:
         """Idle for as long as the pipeline fills and drains (`pipeline.bubble_share`)."""
         time.sleep(own_s * (self._layout.pp - 1) / micro)
 
-    def arrange(self, pages: Sequence[int], *, ring: bool, tokens: int) -> None:
+    def arrange(self, pages: Sequence[int], *, kind: str, tokens: int) -> None:
         """Replace the KV pool by one of random entries, for measuring prompts.
 
         Args:
@@ -132,8 +132,8 @@ class InProcessExecutor:
             torch.OutOfMemoryError: when the device cannot hold it.
         """
         assert self._rank is not None
-        self.sharing = rearranged(self.sharing, pages[self._cp], ring, tokens)
-        self._rank.allocate(self.sharing.budget, self.sharing.stripes, ring, fill=True)
+        self.sharing = rearranged(self.sharing, pages[self._cp], kind, tokens)
+        self._rank.allocate(self.sharing.budget, self.sharing.stripes, kind, fill=True)
 
     def settle(self) -> list[DeviceMemory]:
         """Wait for the device; its memory since the last call."""

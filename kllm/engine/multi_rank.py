@@ -66,7 +66,7 @@ class MultiRankExecutor:
         self._pool.call([join] * layout.world, JOIN_TIMEOUT_S)
         budgets = self._pool.call([Build()] * layout.world, BUILD_TIMEOUT_S)
         self.sharing: Sharing = sharing_of(config, smallest(budgets))
-        allocate = Allocate(self.sharing.budget, self.sharing.stripes, self.sharing.ring)
+        allocate = Allocate(self.sharing.budget, self.sharing.stripes, self.sharing.cp_kind)
         self._pool.call([allocate] * layout.world, BUILD_TIMEOUT_S)
         self._places = [place(layout, rank) for rank in range(layout.world)]
         self._samplers = {
@@ -99,7 +99,7 @@ class MultiRankExecutor:
             outcomes.append(None if plan is None else merge(parts, len(sampled[dp])))
         return outcomes
 
-    def arrange(self, pages: Sequence[int], *, ring: bool, tokens: int) -> None:
+    def arrange(self, pages: Sequence[int], *, kind: str, tokens: int) -> None:
         """Replace the KV pools by ones of random entries, for measuring prompts.
 
         Args:
@@ -109,9 +109,9 @@ class MultiRankExecutor:
         Raises:
             torch.OutOfMemoryError: when a device cannot hold it.
         """
-        pools = [rearranged(self.sharing, count, ring, tokens) for count in pages]
+        pools = [rearranged(self.sharing, count, kind, tokens) for count in pages]
         self.sharing = pools[0]
-        messages = [Allocate(pool.budget, pool.stripes, ring, fill=True) for pool in pools]
+        messages = [Allocate(pool.budget, pool.stripes, kind, fill=True) for pool in pools]
         self._pool.call([messages[at.cp] for at in self._places], BUILD_TIMEOUT_S)
 
     def settle(self) -> list[DeviceMemory]:

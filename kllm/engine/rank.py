@@ -96,10 +96,10 @@ class Rank:
         self._pool: KVPool | None = None
         self._graphs: DecodeGraphs | None = None
         self._stripes: Stripes | None = None
-        self._ring = False
+        self._cp_kind = ""
 
     def allocate(
-        self, budget: KVBudget, stripes: Stripes | None, ring: bool, *, fill: bool = False
+        self, budget: KVBudget, stripes: Stripes | None, cp_kind: str, *, fill: bool = False
     ) -> None:
         """Make the KV pool, of the size that all ranks agreed on, in place of one that is there.
 
@@ -111,7 +111,7 @@ class Rank:
         """
         if self._pool is not None:
             self.close()  # the device may not hold both
-        self.budget, self._stripes, self._ring = budget, stripes, ring
+        self.budget, self._stripes, self._cp_kind = budget, stripes, cp_kind
         self._pool = KVPool(
             self.model.cache_spec,
             num_pages=budget.num_pages + SCRATCH,
@@ -190,7 +190,7 @@ class Rank:
             step.plan,
             self._stripes,
             self.place.cp,
-            ring=self._ring,
+            kind=self._cp_kind,
             scratch_page=budget.num_pages,
             scratch_row=budget.max_batch,
         )
@@ -228,7 +228,7 @@ class Rank:
             )
             contexts.append(ctx)
         states = run_stages(self.model, contexts, self.groups.pp)
-        if self._ring:
+        if self._stripes is not None:
             for ctx in contexts:
                 if (shared := ctx.sequence) is not None:
                     hand_over(self._pool, self.groups.cp, shared.step, shared.block_tables)

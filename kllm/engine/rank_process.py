@@ -67,7 +67,7 @@ class RankServer:
             case Allocate():
                 assert self._rank is not None
                 self._rank.allocate(
-                    message.budget, message.stripes, message.ring, fill=message.fill
+                    message.budget, message.stripes, message.cp_kind, fill=message.fill
                 )
                 return True
             case Settle():

@@ -36,7 +36,7 @@ class Allocate:
 
     budget: KVBudget
     stripes: Stripes | None
-    ring: bool
+    cp_kind: str
     fill: bool = False  # with random entries
 
 

@@ -28,21 +28,26 @@ class Piece:
 class SequenceStep:
     """What a rank knows of its group's step besides its own plan.
 
-    Where KV lies in a request's pages: with `ring` each rank holds the tokens of its stripes,
-    packed by `Stripes.local`, except that the owner has every token's place at its position;
-    otherwise every rank has all tokens at their positions.
+    Where KV lies in a request's pages: each rank holds the tokens of its stripes, packed by
+    `Stripes.local`, except that the owner has every token's place at its position; "replicated"
+    prompts are whole on every rank, at their positions.
     """
 
     rank: int
     stripes: Stripes
-    ring: bool
+    kind: str  # "ring", "all_gather" or "replicated"
     pieces: tuple[Piece, ...]
     rows: NDArray[np.int32]  # [pieces] state rows, the same on all ranks
     block_tables: NDArray[np.int32]  # [pieces, max pages] on this rank
 
+    @property
+    def sharded(self) -> bool:
+        """Whether each rank keeps its stripes only."""
+        return self.kind != "replicated"
+
     def places(self, piece: Piece, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Where this rank keeps positions of a piece's request in the request's pages."""
-        if self.ring and piece.owner != self.rank:
+        if self.sharded and piece.owner != self.rank:
             return self.stripes.local(positions)
         return positions
 
@@ -58,7 +63,7 @@ class LocalPlan:
 
 
 def local_plan(
-    plan: Plan, stripes: Stripes, rank: int, *, ring: bool, scratch_page: int, scratch_row: int
+    plan: Plan, stripes: Stripes, rank: int, *, kind: str, scratch_page: int, scratch_row: int
 ) -> LocalPlan:
     """What `rank` runs of a group's plan: the decodes it owns, then its stretches of chunks.
 
@@ -90,7 +95,7 @@ def local_plan(
         start = end - int(plan.query_lens[i])
         first = len(origin)
         piece = Piece(start, end, int(plan.owners[i]), slice(0), bool(plan.samples[i]))
-        step = SequenceStep(rank, stripes, ring, (), plan.rows[n:], tables[n:])
+        step = SequenceStep(rank, stripes, kind, (), plan.rows[n:], tables[n:])
         for a, b in stripes.runs(rank, start, end):
             span = np.arange(a, b)
             positions.append(span)
@@ -118,7 +123,7 @@ def local_plan(
     )
     shared = slice(n, len(plan.query_lens))
     step = SequenceStep(
-        rank, stripes, ring, tuple(pieces), plan.rows[shared], plan.shard_tables[rank][shared]
+        rank, stripes, kind, tuple(pieces), plan.rows[shared], plan.shard_tables[rank][shared]
     )
     return LocalPlan(local, np.concatenate(places), index, step)
 

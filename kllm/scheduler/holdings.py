@@ -2,7 +2,7 @@
 
 Without context parallelism there is one rank. With it a request has an owner, where it decodes:
 the owner's pages hold all its tokens. While its prompt is computed the other ranks hold pages as
-well: for their stripes (ring), or for all tokens (all-gather).
+well: for their stripes, or for all tokens where prompts are replicated.
 """
 
 import numpy as np
@@ -20,7 +20,7 @@ class Holdings:
         num_pages, page_size: of each rank's pool (tokens a page).
         max_pages: of one request.
         stripes: how prompts are dealt to ranks; None: there is one rank.
-        ring: whether a rank that does not own a prompt keeps its stripes only.
+        sharded: whether a rank that does not own a prompt keeps its stripes only.
     """
 
     def __init__(
@@ -31,10 +31,10 @@ class Holdings:
         page_size: int,
         max_pages: int,
         stripes: Stripes | None = None,
-        ring: bool = False,
+        sharded: bool = True,
     ) -> None:
         self.page_size = page_size
-        self.stripes, self.ring = stripes, ring
+        self.stripes, self.sharded = stripes, sharded
         ranks = stripes.ranks if stripes else 1
         self.pools = [BlockPool(num_pages) for _ in range(ranks)]
         self.tables = np.zeros((ranks, rows, max_pages), np.int32)
@@ -49,7 +49,7 @@ class Holdings:
 
     def need(self, tokens: int, owner: int) -> NDArray[np.int64]:
         """[ranks] pages that a prompt of so many tokens takes."""
-        if self.ring and self.stripes is not None:
+        if self.sharded and self.stripes is not None:
             held = [self.stripes.count(rank, tokens) for rank in range(len(self.pools))]
             held[owner] = tokens
         else:

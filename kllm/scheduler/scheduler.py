@@ -36,7 +36,7 @@ class Scheduler:
         num_pages, page_size: the KV pool (tokens a page).
         max_model_len: tokens that one request may hold; at most the whole pool.
         eos_token_ids: tokens that end a request unless it ignores them.
-        stripes, ring: how prompts are dealt to context-parallel ranks (`Holdings`); the pool is
+        stripes, sharded: how prompts are dealt to context-parallel ranks (`Holdings`); the pool is
             then that of each rank.
 
     Raises:
@@ -52,7 +52,7 @@ class Scheduler:
         max_model_len: int,
         eos_token_ids: Iterable[int] = (),
         stripes: Stripes | None = None,
-        ring: bool = False,
+        sharded: bool = True,
     ) -> None:
         if config.token_budget < config.max_batch:
             raise ConfigError(
@@ -70,7 +70,7 @@ class Scheduler:
             page_size=page_size,
             max_pages=-(-max_model_len // page_size),
             stripes=stripes,
-            ring=ring,
+            sharded=sharded,
         )
         self.rows = BlockPool(config.max_batch)
         self.waiting: list[Request] = []  # sorted by rank

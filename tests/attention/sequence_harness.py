@@ -32,14 +32,14 @@ class SequenceHarness:
         model: CausalLM,
         ranks: int,
         *,
-        ring: bool,
+        kind: str,
         owners: Sequence[int] = (0,),
         max_len: int = 256,
         stripe_pages: int = 1,
         kv_dtype: str = "float32",
         seed: int = 0,
     ) -> None:
-        self.model, self.ranks, self.ring = model, ranks, ring
+        self.model, self.ranks, self.kind = model, ranks, kind
         self.device = next(model.parameters()).device
         self.owners = np.array(owners, np.int32)
         page = model.cache_spec.page_granule
@@ -52,7 +52,7 @@ class SequenceHarness:
         for rank in range(ranks):
             order = iter(rng.permutation(requests * width + 1).astype(np.int32) + 1)
             for request, owner in enumerate(owners):
-                all_of_it = owner == rank or not ring
+                all_of_it = owner == rank or kind == "replicated"
                 tokens = max_len if all_of_it else self.stripes.count(rank, max_len)
                 for i in range(-(-tokens // page)):
                     self.tables[rank, request, i] = next(order)
@@ -111,7 +111,7 @@ class SequenceHarness:
                 plan,
                 self.stripes,
                 comm.rank,
-                ring=self.ring,
+                kind=self.kind,
                 scratch_page=self.scratch_pages[comm.rank],
                 scratch_row=int(self.rows[-1]),
             )
@@ -172,7 +172,7 @@ class SequenceHarness:
         def work(comm: Communicator) -> None:
             rank = comm.rank
             step = SequenceStep(
-                rank, self.stripes, self.ring, pieces, self.rows[requests], tables[rank]
+                rank, self.stripes, self.kind, pieces, self.rows[requests], tables[rank]
             )
             on_device = torch.from_numpy(tables[rank]).to(self.device)
             hand_over(self.pools[rank], comm, step, on_device)

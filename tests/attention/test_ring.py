@@ -28,7 +28,7 @@ from tests.parallel.threads import ThreadComm, run_ranks
 from tests.tolerances import TOLERANCE
 
 CLOSE = {"rtol": TOLERANCE[torch.float32], "atol": TOLERANCE[torch.float32]}
-KINDS = pytest.mark.parametrize("ring_mode", [True, False], ids=["ring", "all_gather"])
+KINDS = pytest.mark.parametrize("kind", ["ring", "all_gather", "replicated"])
 # Lengths of a prompt's chunks: later ones find a prefix in the cache.
 PROMPTS = st.lists(st.lists(st.integers(1, 171), min_size=1, max_size=3), min_size=1, max_size=2)
 
@@ -64,7 +64,7 @@ def run_prompts(
     prompts: list[list[int]],
     ranks: int,
     stripe_pages: int,
-    ring_mode: bool,
+    kind: str,
     kv_dtype: str = "float32",
 ) -> list[tuple[Tensor, Tensor]]:
     """(ours, naive) of requests whose k-th chunks run together, and of three decodes each."""
@@ -73,7 +73,7 @@ def run_prompts(
     harness = SequenceHarness(
         model,
         ranks,
-        ring=ring_mode,
+        kind=kind,
         owners=owners,
         max_len=longest,
         stripe_pages=stripe_pages,
@@ -115,7 +115,7 @@ def run_prompts(
 def test_shared_prompts_agree_with_naive_attention(
     name: str,
     expanded: bool | None,
-    ring_mode: bool,
+    kind: str,
     prompts: list[list[int]],
     ranks: int,
     stripe_pages: int,
@@ -123,7 +123,7 @@ def test_shared_prompts_agree_with_naive_attention(
     """Lengths of 1 to 513 that divide by nothing, packed, chunked, then decoded by the owners."""
     model = network(name)
     with forms(expanded):
-        results = run_prompts(model, prompts, ranks, stripe_pages, ring_mode)
+        results = run_prompts(model, prompts, ranks, stripe_pages, kind)
     for got, want in results:
         torch.testing.assert_close(got, want, **CLOSE)
 
@@ -131,7 +131,7 @@ def test_shared_prompts_agree_with_naive_attention(
 @pytest.mark.parametrize("ranks", range(1, 9))
 @pytest.mark.parametrize("name", ["gqa", "mla", "dsa"])
 def test_the_longest_prompt_on_each_number_of_ranks(name: str, ranks: int) -> None:
-    [(got, want)] = run_prompts(network(name), [[513]], ranks, 2, ring_mode=True)
+    [(got, want)] = run_prompts(network(name), [[513]], ranks, 2, kind="ring")
     torch.testing.assert_close(got, want, **CLOSE)
 
 
@@ -139,7 +139,7 @@ def test_the_longest_prompt_on_each_number_of_ranks(name: str, ranks: int) -> No
 def test_fp8_entries_travel_packed(name: str) -> None:
     """What every rank sees is what a decode would read."""
     with forms(None):
-        results = run_prompts(network(name), [[90, 70], [33]], 3, 2, ring_mode=True, kv_dtype="fp8")
+        results = run_prompts(network(name), [[90, 70], [33]], 3, 2, kind="ring", kv_dtype="fp8")
     for got, want in results:
         torch.testing.assert_close(got, want, **CLOSE)
 
@@ -148,7 +148,7 @@ def test_error_does_not_grow_with_the_ring() -> None:
     """Partial results are float32: eight ranks are at most twice as far off as one."""
     errors = []
     for ranks in (1, 8):
-        [(got, want)] = run_prompts(network("gqa"), [[513]], ranks, 2, ring_mode=True)
+        [(got, want)] = run_prompts(network("gqa"), [[513]], ranks, 2, kind="ring")
         errors.append((got - want).abs().max().item())
     assert errors[1] <= 2 * errors[0]
 
@@ -205,14 +205,14 @@ class Allocations:
         return max(sum(seen.values()) for seen in self.buffers.values())
 
 
-def kv_bytes(name: str, ranks: int, local: int, ring_mode: bool) -> tuple[int, int]:
+def kv_bytes(name: str, ranks: int, local: int, kind: str) -> tuple[int, int]:
     """(bytes of buffers, bytes of pages) that a prompt of ranks * local tokens takes on a rank.
 
     The pages are those of a rank that will not decode the request.
     """
     counted = Allocations()
     model = network(name)
-    harness = SequenceHarness(model, ranks, ring=ring_mode, max_len=ranks * local, stripe_pages=2)
+    harness = SequenceHarness(model, ranks, kind=kind, max_len=ranks * local, stripe_pages=2)
     ring_shift, all_gather = ThreadComm.ring_shift, ThreadComm.all_gather
     with (
         patch.object(ThreadComm, "ring_shift", counted.counting(ring_shift)),
@@ -229,20 +229,20 @@ def test_a_ring_needs_no_more_memory_on_more_ranks(name: str) -> None:
     """At 64 tokens a rank; `pytest -s` prints the table."""
     degrees = (2, 4, 8)
     table = {
-        kind: [kv_bytes(name, ranks, 64, kind == "ring") for ranks in degrees]
-        for kind in ("ring", "all_gather")
+        kind: [kv_bytes(name, ranks, 64, kind) for ranks in degrees]
+        for kind in ("ring", "all_gather", "replicated")
     }
     print(f"\n\n{name}, 64 tokens a rank: KV bytes a rank, buffers + pages")
     print(f"{'':<12}" + "".join(f"{f'cp {ranks}':>18}" for ranks in degrees))
     for kind, row in table.items():
         print(f"{kind:<12}" + "".join(f"{f'{a:,} + {b:,}':>18}" for a, b in row))
-    ring_rows, gathered = table["ring"], table["all_gather"]
-    assert len(set(ring_rows)) == 1
-    token = ring_rows[0][1] // 64
-    assert ring_rows[0] == (2 * 64 * token, 64 * token)
-    for ranks, (buffers, pages) in zip(degrees, gathered, strict=True):
-        assert buffers == (ranks + 1) * 64 * token
-        assert pages == ranks * 64 * token
+    assert len(set(table["ring"])) == 1
+    token = table["ring"][0][1] // 64
+    assert table["ring"][0] == (2 * 64 * token, 64 * token)
+    for i, ranks in enumerate(degrees):
+        gathered = (ranks + 1) * 64 * token  # what a rank sends and what comes
+        assert table["all_gather"][i] == (gathered, 64 * token)
+        assert table["replicated"][i] == (gathered, ranks * 64 * token)
 
 
 class NoBackend:
@@ -268,9 +268,7 @@ class Silent:
 
 @KINDS
 @pytest.mark.parametrize("name", ["gqa", "mla", "dsa"])
-def test_attention_to_shared_prompts_looks_at_no_value_on_the_host(
-    name: str, ring_mode: bool
-) -> None:
+def test_attention_to_shared_prompts_looks_at_no_value_on_the_host(name: str, kind: str) -> None:
     """It runs on tensors without data, so that a GPU is never waited for.
 
     Left out are the kernels of the CPU and the backend, which have twins for GPUs.
@@ -282,9 +280,9 @@ def test_attention_to_shared_prompts_looks_at_no_value_on_the_host(
         model.heads = replace(model.heads, keys=keys, values=values)
     else:
         model.attention = SequenceAttention(NoBackend())
-    harness = SequenceHarness(network(name), 2, ring=ring_mode, max_len=100)
+    harness = SequenceHarness(network(name), 2, kind=kind, max_len=100)
     _, plan = harness.plan({0: range(100)}, decodes=())
-    local = local_plan(plan, harness.stripes, 0, ring=ring_mode, scratch_page=0, scratch_row=0)
+    local = local_plan(plan, harness.stripes, 0, kind=kind, scratch_page=0, scratch_row=0)
     ctx = ForwardContext.from_plan(
         local.plan,
         harness.pools[0],

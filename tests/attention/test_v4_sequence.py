@@ -26,7 +26,7 @@ EXACT = {"rtol": 0, "atol": LOGITS["deepseek_v4"]}
 PROMPT = seeded_ids(300, TINY["vocab_size"], seed=3)
 OTHER = seeded_ids(130, TINY["vocab_size"], seed=4)
 LAYERS = deepseek_v4.tiny_config().layer_kinds
-KINDS = pytest.mark.parametrize("ring", [True, False], ids=["ring", "all_gather"])
+KINDS = pytest.mark.parametrize("kind", ["ring", "all_gather", "replicated"])
 
 
 @cache
@@ -48,8 +48,8 @@ def alone(token_ids: tuple[int, ...], kv_dtype: str = "float32") -> Tensor:
     ],
     ids=str,
 )
-def test_prompts_give_the_logits_of_one_rank(ranks: int, chunks: list[int], ring: bool) -> None:
-    harness = SequenceHarness(models()[0], ranks, ring=ring, owners=[ranks - 1], max_len=304)
+def test_prompts_give_the_logits_of_one_rank(ranks: int, chunks: list[int], kind: str) -> None:
+    harness = SequenceHarness(models()[0], ranks, kind=kind, owners=[ranks - 1], max_len=304)
     got = harness.run(PROMPT, chunks)
     torch.testing.assert_close(got, alone(tuple(PROMPT)), **EXACT)
 
@@ -57,13 +57,13 @@ def test_prompts_give_the_logits_of_one_rank(ranks: int, chunks: list[int], ring
 @KINDS
 @pytest.mark.parametrize(("ranks", "stripe_pages"), [(2, 2), (8, 1)])
 def test_packed_prompts_are_decoded_by_their_owners(
-    ranks: int, stripe_pages: int, ring: bool
+    ranks: int, stripe_pages: int, kind: str
 ) -> None:
     """Two prompts in one step, then one decodes while the other goes on, then both decode."""
     prompts = {0: PROMPT, 1: OTHER, 2: OTHER[60:]}
     owners = [ranks - 1, 0, 1]
     harness = SequenceHarness(
-        models()[0], ranks, ring=ring, owners=owners, stripe_pages=stripe_pages, max_len=304
+        models()[0], ranks, kind=kind, owners=owners, stripe_pages=stripe_pages, max_len=304
     )
     plans: Sequence[tuple[dict[int, int], set[int]]] = (
         ({0: 97, 1: 43}, set()),
@@ -94,8 +94,8 @@ def test_packed_prompts_are_decoded_by_their_owners(
 
 
 @KINDS
-def test_all_ranks_end_with_the_same_rings(ring: bool) -> None:
-    harness = SequenceHarness(models()[0], 4, ring=ring, max_len=304)
+def test_all_ranks_end_with_the_same_rings(kind: str) -> None:
+    harness = SequenceHarness(models()[0], 4, kind=kind, max_len=304)
     harness.run(PROMPT, [133, 1, 31, 135])
     row = int(harness.rows[0])
     for state in harness.pools[0].spec.rings[:-1]:
@@ -108,23 +108,23 @@ def test_all_ranks_end_with_the_same_rings(ring: bool) -> None:
 
 
 @KINDS
-def test_windows_may_be_longer_than_stripes(ring: bool) -> None:
+def test_windows_may_be_longer_than_stripes(kind: str) -> None:
     """The rows before a stretch are several ranks' then. No released model needs this."""
     config = replace(deepseek_v4.tiny_config(), sliding_window=40)
     model = deepseek_v4.build(config, Groups.single())
     fill_random(model, deepseek_v4, seed=0)
     ids = [token % config.vocab_size for token in PROMPT[:150]]
     want = Harness(model).run(ids, [150])
-    got = SequenceHarness(model, 4, ring=ring, owners=[2]).run(ids, [50, 1, 99])
+    got = SequenceHarness(model, 4, kind=kind, owners=[2]).run(ids, [50, 1, 99])
     torch.testing.assert_close(got, want, **EXACT)
 
 
 @KINDS
 @pytest.mark.parametrize("layer", [0, 1, 2], ids=lambda layer: LAYERS[layer])
-def test_fp8_attention_is_that_of_one_rank(layer: int, ring: bool) -> None:
+def test_fp8_attention_is_that_of_one_rank(layer: int, kind: str) -> None:
     """One attention layer, in norm: a float32 rounding can push a channel over an e4m3 boundary,
     which changes an output by less than 1e-3, but what deeper layers select by more."""
-    harness = SequenceHarness(models()[0], 4, ring=ring, owners=[1], kv_dtype="fp8", max_len=304)
+    harness = SequenceHarness(models()[0], 4, kind=kind, owners=[1], kv_dtype="fp8", max_len=304)
     single = Harness(models()[0], max_len=304, kv_dtype="fp8")
     attention = models()[0].layers[str(layer)].attn
     x = torch.randn(300, TINY["hidden_size"], generator=torch.Generator().manual_seed(1))
@@ -140,7 +140,7 @@ def test_fp8_attention_is_that_of_one_rank(layer: int, ring: bool) -> None:
 
 def test_selection_over_a_ring_breaks_ties_as_one_rank_does() -> None:
     """All scores are equal: the lowest entries win, on whichever rank they lie."""
-    harness = SequenceHarness(models()[0], 4, ring=True, owners=[2], max_len=304)
+    harness = SequenceHarness(models()[0], 4, kind="ring", owners=[2], max_len=304)
     layer, ratio, topk = LAYERS.index("csa"), TINY["compress_rate_csa"], 37
     heads, dim = TINY["index_n_heads"], TINY["index_head_dim"]
 

@@ -1,4 +1,4 @@
-"""After a ring prefill the owner has every entry of a request, at its position."""
+"""After a shared prefill the owner has every entry of a request, at its position."""
 
 import numpy as np
 import pytest
@@ -44,7 +44,7 @@ def step_of(harness: SequenceHarness, rank: int, request: int) -> tuple[Sequence
     """A step that ends one request, and the rank's table of it."""
     table = harness.tables[rank, request : request + 1]
     piece = Piece(0, LENGTHS[request], int(harness.owners[request]), slice(0), True)
-    step = SequenceStep(rank, harness.stripes, harness.ring, (piece,), np.zeros(1, np.int32), table)
+    step = SequenceStep(rank, harness.stripes, harness.kind, (piece,), np.zeros(1, np.int32), table)
     return step, torch.from_numpy(table)
 
 
@@ -53,7 +53,7 @@ def step_of(harness: SequenceHarness, rank: int, request: int) -> tuple[Sequence
 def test_owners_get_every_entry(ranks: int, kv_dtype: str) -> None:
     owners = [ranks - 1, 0, ranks - 1]
     harness = SequenceHarness(
-        Stateful(), ranks, ring=True, owners=owners, max_len=96, kv_dtype=kv_dtype
+        Stateful(), ranks, kind="ring", owners=owners, max_len=96, kv_dtype=kv_dtype
     )
     harness.lengths[:] = LENGTHS
     for rank, pool in enumerate(harness.pools):

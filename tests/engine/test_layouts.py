@@ -29,6 +29,7 @@ LAYOUTS = {
     "cp4 ring": ParallelConfig(cp=4, cp_kind="ring"),
     "cp2 all-gather": ParallelConfig(cp=2, cp_kind="all_gather"),
     "cp4 all-gather": ParallelConfig(cp=4, cp_kind="all_gather"),
+    "cp2 replicated": ParallelConfig(cp=2, cp_kind="replicated"),
     "cp2 ring·tp2": ParallelConfig(cp=2, tp=2, cp_kind="ring"),
     "cp4 ring, decode dp4+ep4": ParallelConfig(cp=4, ep=4, cp_kind="ring"),
     "dp2·cp2 ring·tp2+ep8": ParallelConfig(dp=2, cp=2, tp=2, ep=8, cp_kind="ring"),

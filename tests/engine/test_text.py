@@ -45,7 +45,7 @@ class Script:
             kv_dtype="float32",
             rewind_tokens=0,
         )
-        self.sharing = Sharing(budget, groups=1, stripes=None, ring=False)
+        self.sharing = Sharing(budget, groups=1, stripes=None, cp_kind="auto")
 
     def execute(self, plans: Sequence[Plan | None]) -> list[Outcome | None]:
         if self.broken:

@@ -31,13 +31,13 @@ def alone(name: str) -> Tensor:
     return Harness(network(name), max_len=len(PROMPT)).run(PROMPT, [len(PROMPT)]).cpu()
 
 
-@pytest.mark.parametrize("ring", [True, False], ids=["ring", "all_gather"])
+@pytest.mark.parametrize("kind", ["ring", "all_gather", "replicated"])
 @pytest.mark.parametrize(("ranks", "chunks"), [(2, [90, 1, 200]), (4, [30, 171, 90])], ids=str)
 @pytest.mark.parametrize("name", sorted(LAYOUT))
 def test_prompt_and_decode_give_the_logits_of_one_rank(
-    cuda: torch.device, name: str, ranks: int, chunks: list[int], ring: bool
+    cuda: torch.device, name: str, ranks: int, chunks: list[int], kind: str
 ) -> None:
-    harness = SequenceHarness(network(name), ranks, ring=ring, owners=[ranks - 1], max_len=301)
+    harness = SequenceHarness(network(name), ranks, kind=kind, owners=[ranks - 1], max_len=301)
     parts = [harness.run(PROMPT, chunks)]
     harness.finish([0])
     parts += [harness.step({0: [token]}, decodes={0})[0] for token in PROMPT[-10:]]

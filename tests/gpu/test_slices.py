@@ -16,6 +16,7 @@ LAYOUTS = (
     "pp=2",
     "cp=4,ep=4,cp_kind=ring",
     "cp=4,ep=4,cp_kind=all_gather",
+    "cp=2,cp_kind=replicated",
     "cp=2,tp=2,cp_kind=ring",
 )
 

@@ -17,7 +17,7 @@ from tests.tolerances import LAYOUT
 
 PROMPT = seeded_ids(301, 97, seed=3)
 OTHER = seeded_ids(142, 97, seed=4)
-KINDS = pytest.mark.parametrize("ring_mode", [True, False], ids=["ring", "all_gather"])
+KINDS = pytest.mark.parametrize("kind", ["ring", "all_gather", "replicated"])
 
 
 @cache
@@ -58,11 +58,11 @@ CASES = [
 @KINDS
 @pytest.mark.parametrize(("name", "ranks", "chunks"), CASES, ids=str)
 def test_prompt_and_decode_give_the_logits_of_one_rank(
-    name: str, ranks: int, chunks: list[int], ring_mode: bool
+    name: str, ranks: int, chunks: list[int], kind: str
 ) -> None:
     """Ten tokens are decoded by the owner after the prompt."""
     owners = [ranks - 1]
-    harness = SequenceHarness(network(name), ranks, ring=ring_mode, owners=owners, max_len=301)
+    harness = SequenceHarness(network(name), ranks, kind=kind, owners=owners, max_len=301)
     parts = [harness.run(PROMPT, chunks)]
     harness.finish([0])
     parts += [harness.step({0: [token]}, decodes={0})[0] for token in PROMPT[-10:]]
@@ -71,9 +71,9 @@ def test_prompt_and_decode_give_the_logits_of_one_rank(
 
 @KINDS
 @pytest.mark.parametrize("name", ["llama", "glm_moe_dsa", "deepseek_v3"])
-def test_owners_decode_while_other_prompts_go_on(name: str, ring_mode: bool) -> None:
+def test_owners_decode_while_other_prompts_go_on(name: str, kind: str) -> None:
     """Two prompts in one step, then one decodes beside the other, then both decode."""
-    harness = SequenceHarness(network(name), 2, ring=ring_mode, owners=[1, 0], max_len=301)
+    harness = SequenceHarness(network(name), 2, kind=kind, owners=[1, 0], max_len=301)
     prompts = {0: PROMPT, 1: OTHER}
     plans: list[tuple[dict[int, int], set[int]]] = [
         ({0: 97, 1: 139}, set()),  # 1 is done after this step

@@ -69,7 +69,7 @@ def test_local_plans_make_up_the_groups_plan(
     ran: list[tuple[int, int, int]] = []  # request, position, token
     sampled: list[int] = []
     for rank in range(stripes.ranks):
-        local = local_plan(plan, stripes, rank, ring=True, scratch_page=999, scratch_row=99)
+        local = local_plan(plan, stripes, rank, kind="ring", scratch_page=999, scratch_row=99)
         assert len(local.plan.token_ids) > 0
         at = 0
         for b, request in enumerate(local.origin.tolist()):

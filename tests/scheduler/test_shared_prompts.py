@@ -14,22 +14,22 @@ from tests.scheduler.driver import next_token
 PAGE, PAGES = 4, 24
 
 
-def make(ranks: int, ring: bool, budget: int = 12, batch: int = 4) -> Scheduler:
+def make(ranks: int, sharded: bool, budget: int = 12, batch: int = 4) -> Scheduler:
     return Scheduler(
         SchedulerConfig(max_batch=batch, token_budget=budget),
         num_pages=PAGES,
         page_size=PAGE,
         max_model_len=PAGES * PAGE,
         stripes=Stripes(ranks, PAGE),
-        ring=ring,
+        sharded=sharded,
     )
 
 
 class Cells:
     """What every rank's pages hold: token by token, as a network would write and read them."""
 
-    def __init__(self, scheduler: Scheduler, ranks: int, ring: bool) -> None:
-        self.stripes, self.ring = Stripes(ranks, PAGE), ring
+    def __init__(self, scheduler: Scheduler, ranks: int, sharded: bool) -> None:
+        self.stripes, self.sharded = Stripes(ranks, PAGE), sharded
         self.cells = np.full((ranks, PAGES * PAGE), -1, np.int64)
         self.scheduler = scheduler
 
@@ -49,7 +49,7 @@ class Cells:
                     if rank != owner:
                         if decodes:
                             continue
-                        if self.ring:
+                        if self.sharded:
                             if self.stripes.rank_of(np.array([position]))[0] != rank:
                                 continue
                             place = int(self.stripes.local(np.array([position]))[0])
@@ -67,15 +67,15 @@ class Cells:
 @settings(max_examples=60, deadline=None)
 @given(
     ranks=st.integers(2, 4),
-    ring=st.booleans(),
+    sharded=st.booleans(),
     sizes=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 12)), min_size=1, max_size=8),
     data=st.data(),
 )
 def test_owners_read_what_was_written(
-    ranks: int, ring: bool, sizes: list[tuple[int, int]], data: st.DataObject
+    ranks: int, sharded: bool, sizes: list[tuple[int, int]], data: st.DataObject
 ) -> None:
-    scheduler = make(ranks, ring)
-    cells = Cells(scheduler, ranks, ring)
+    scheduler = make(ranks, sharded)
+    cells = Cells(scheduler, ranks, sharded)
     waiting = [
         Request(f"r{i}", list(range(i, i + n)), SamplingParams(max_tokens=m, ignore_eos=True))
         for i, (n, m) in enumerate(sizes)
@@ -102,19 +102,19 @@ def test_owners_read_what_was_written(
             known.append(token)
 
 
-def test_a_ring_holds_prompts_that_gathering_cannot() -> None:
+def test_sharded_prompts_fit_where_replicated_ones_do_not() -> None:
     """Two prompts of two thirds of a rank's pages: each has an owner, the rest is stripes."""
 
-    def admitted(ring: bool) -> int:
-        scheduler = make(2, ring, budget=200, batch=4)
+    def admitted(sharded: bool) -> int:
+        scheduler = make(2, sharded, budget=200, batch=4)
         for i in range(2):
             prompt = [1] * (PAGES * PAGE * 5 // 8)
             scheduler.add(Request(f"r{i}", prompt, SamplingParams(max_tokens=2)))
         scheduler.schedule()
         return scheduler.num_running
 
-    assert admitted(ring=True) == 2
-    assert admitted(ring=False) == 1
+    assert admitted(sharded=True) == 2
+    assert admitted(sharded=False) == 1
 
 
 def test_requests_are_placed_by_tokens_and_not_by_number() -> None:
