@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 
 
 def print_deployment(found: "Deployment", memory_fraction: float) -> None:
-    """Memory and capacity, then the transfers of a step, then ring against all-gather."""
+    """Memory and capacity, then the transfers of a step, then the kinds of context parallelism."""
     out.print(_memory(found, memory_fraction))
     steps = (
         (f"prefill of {found.load.tokens:,} tokens behind {found.load.cached:,}", found.prefill),
@@ -56,6 +56,9 @@ def _memory(found: "Deployment", fraction: float) -> Any:
         beside = f" beside {found.load.batch:,} requests' state" if state else ""
         table.add_row("KV capacity of a rank", f"{held.rank_tokens:,} tokens{beside}")
         table.add_row("KV capacity of the deployment", f"{found.kv_tokens:,} tokens")
+        if held.prompt_share > 1:
+            share = f"each held {held.prompt_share:.3g} times by its cp ranks"
+            table.add_row("prompts computed at a time", f"{held.prompt_tokens:,} tokens, {share}")
     else:
         table.add_row("KV capacity", "none: the weights do not fit")
     return table
@@ -106,7 +109,11 @@ def _hiding(found: "Sequence") -> Any:
 
 
 def _sentences(found: "Sequence") -> list[str]:
-    times = (("ring", found.ring_s), ("all-gather", found.all_gather_s))
+    times = (
+        ("ring", found.ring_s),
+        ("all-gather", found.all_gather_s),
+        ("replicated", found.replicated_s),
+    )
     said = [
         "attention of the prefill step: "
         + ", ".join(f"{kind} {seconds * 1e3:,.2f} ms" for kind, seconds in times)

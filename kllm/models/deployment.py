@@ -77,7 +77,7 @@ class Hiding:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BreakEven:
-    """Where the faster kind of context parallelism changes."""
+    """Where the faster sharded kind of context parallelism changes."""
 
     variable: str  # "tokens" or "bytes_per_s"
     at: float
@@ -87,11 +87,12 @@ class BreakEven:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Sequence:
-    """Ring against all-gather for the attention of a prefill step, all layers."""
+    """Ring, all-gather and replicated prompts: the attention of a prefill step, all layers."""
 
-    kind: str  # with less predicted time
+    kind: str  # sharded, with less predicted time
     ring_s: float
     all_gather_s: float
+    replicated_s: float
     compute_s: float
     flops: float  # rate it was computed with
     hiding: tuple[Hiding, ...]
@@ -207,7 +208,8 @@ def _sequence(
         return predict_prompt(shape.attention, setting, tokens=round(tokens), cached=load.cached)
 
     def by_bandwidth(bandwidth: float) -> Times:
-        faster = replace(setting, link=replace(device.link, bytes_per_s=bandwidth))
+        link = replace(device.link, bytes_per_s=bandwidth, curves={})
+        faster = replace(setting, link=link)
         return predict_prompt(shape.attention, faster, tokens=load.tokens, cached=load.cached)
 
     chunk = Chunk(new=load.tokens, cached=load.cached)
@@ -217,6 +219,7 @@ def _sequence(
         kind=choose_cp_kind(shape.attention, setting, tokens=load.tokens, cached=load.cached),
         ring_s=times.ring,
         all_gather_s=times.all_gather,
+        replicated_s=times.replicated,
         compute_s=times.compute,
         flops=setting.flops,
         hiding=tuple(

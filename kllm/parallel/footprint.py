@@ -3,7 +3,9 @@
 Per-parameter state is cut by tensor, expert and pipeline parallelism; per-request state belongs to
 the ranks that serve the request. A state without heads to cut (a latent, an index key) lies on
 every tensor-parallel rank, so that these ranks together hold no more tokens than one of them. A
-request decodes on one of its context-parallel ranks, so these add up as request-DP ranks do.
+request decodes on one of its context-parallel ranks, so these add up as request-DP ranks do. While
+its prompt is computed the others hold entries of it too: their stripes, or all of them where
+prompts are replicated.
 """
 
 from bisect import bisect
@@ -13,7 +15,7 @@ from math import inf, prod
 
 from kllm.config import ParallelConfig
 from kllm.parallel.layout import Dimensions, stage_bounds
-from kllm.parallel.overlap import AttentionShape
+from kllm.parallel.overlap import REPLICATED, AttentionShape
 
 STORED = "stored"  # the dtype of weights kept as the checkpoint has them, scales included
 BITS = {"float32": 32, "bfloat16": 16, "float16": 16}
@@ -190,11 +192,17 @@ class Capacity:
     owners: int  # sets of ranks that keep requests of their own: dp * cp
     copies: int  # tp ranks that keep the same entries, 1 where heads are cut
     kv_bytes_per_token: float  # over all ranks, copies counted
+    prompt_share: float = 1.0  # times that a prompt is held by its cp ranks while it is computed
 
     @property
     def tokens(self) -> int:
         """Context tokens over the deployment; copies count once."""
         return self.rank_tokens * self.owners
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of prompts that can be computed at the same time, over the deployment."""
+        return int(self.tokens / self.prompt_share)
 
     @property
     def heaviest(self) -> StageFootprint:
@@ -246,4 +254,10 @@ def capacity(
         owners=layout.dp * layout.cp,
         copies=1 if all(s.split for s in model.token_states) else layout.tp,
         kv_bytes_per_token=layout.tp * sum(stage.kv_bytes_per_token for stage in stages),
+        prompt_share=_prompt_share(layout),
     )
+
+
+def _prompt_share(layout: ParallelConfig) -> float:
+    """The owner of a prompt has room for all of it; each other rank for a share, or for all."""
+    return layout.cp if layout.cp_kind == REPLICATED else 2 - 1 / layout.cp

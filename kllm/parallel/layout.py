@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from math import gcd
 
-from kllm.config import ParallelConfig
+from kllm.config import CP_KINDS, ParallelConfig
 from kllm.errors import ConfigError
 
 Groups = tuple[tuple[int, ...], ...]
@@ -103,7 +103,7 @@ def check(dims: Dimensions, layout: ParallelConfig) -> None:
 
 
 def layouts(dims: Dimensions, world: int) -> tuple[ParallelConfig, ...]:
-    """All layouts of `world` ranks that a model allows, by both kinds of context parallelism."""
+    """All layouts of `world` ranks that a model allows, by each kind of context parallelism."""
     found = (layout for layout in _all_layouts(world) if problem(dims, layout) is None)
     return tuple(found)
 
@@ -115,7 +115,7 @@ def _all_layouts(world: int) -> Iterator[ParallelConfig]:
             for tp in _divisors(stage // cp):
                 spreads = {1, *(ep for ep in _divisors(stage) if ep % tp == 0)}
                 for ep in sorted(spreads):
-                    for kind in ("ring", "all_gather") if cp > 1 else ("auto",):
+                    for kind in CP_KINDS[1:] if cp > 1 else CP_KINDS[:1]:
                         dp = stage // cp // tp
                         yield ParallelConfig(tp=tp, dp=dp, ep=ep, cp=cp, pp=pp, cp_kind=kind)
 

@@ -2,14 +2,19 @@
 
 N ranks share T new tokens of a prompt behind P cached ones. On a ring each rank keeps the queries
 of its T/N rows and passes on blocks of (T+P)/N tokens: a step computes on one block while the next
-arrives. Gathering moves the entries of the T new tokens at once (the P cached ones are on every
-rank), and nothing is computed meanwhile.
+arrives. Gathering moves all T+P at once, and nothing is computed meanwhile. Both keep a rank's
+share of the entries only. Where prompts are replicated, the P cached ones are on every rank
+already, and the entries of the T new tokens are all that is gathered.
 
 With H query heads, G KV heads, head size D, e bytes an element, C operations and B bytes a second:
 
     compute of a step   4 (T/N) ((T+P)/N) H D / C      half of it under a causal mask without P
     pass-KV sends       2 ((T+P)/N) G D e              hidden when T/N >= C G e / (2 H B)
     pass-Q sends        (T/N) H D e                    hidden when (T+P)/N >= C e / (4 B)
+    all-gather sends    (N-1)/N of 2 (T+P) G D e       in one call, never hidden
+    replicated sends    (N-1)/N of 2 T G D e           likewise, for N times the memory
+
+A ring sends as many bytes as all-gather: it hides them, and pays N - 1 calls for it.
 
 Sources: Liu et al. 2023 (Ring Attention); Yang et al. 2024 (arXiv 2411.01783), pass-KV and pass-Q.
 For latent, sparse and compressed attention the same is worked out from what a pair of query and
@@ -22,7 +27,7 @@ from dataclasses import dataclass
 
 from kllm.parallel.link import Link, all_gather_bytes
 
-RING, ALL_GATHER = "ring", "all_gather"
+RING, ALL_GATHER, REPLICATED = "ring", "all_gather", "replicated"
 GRID = 8  # points a doubling when a range is searched for crossings
 BISECTIONS = 40
 
@@ -90,13 +95,15 @@ class Times:
 
     ring: float = 0.0
     all_gather: float = 0.0
-    compute: float = 0.0  # of either
+    replicated: float = 0.0
+    compute: float = 0.0  # of any
     ring_transfer: float = 0.0  # what the ring has under way, hidden or not
 
     def __add__(self, other: "Times") -> "Times":
         return Times(
             ring=self.ring + other.ring,
             all_gather=self.all_gather + other.all_gather,
+            replicated=self.replicated + other.replicated,
             compute=self.compute + other.compute,
             ring_transfer=self.ring_transfer + other.ring_transfer,
         )
@@ -106,13 +113,14 @@ class Times:
         return Times(
             ring=self.ring * count,
             all_gather=self.all_gather * count,
+            replicated=self.replicated * count,
             compute=self.compute * count,
             ring_transfer=self.ring_transfer * count,
         )
 
     @property
     def best(self) -> str:
-        """The kind that takes less time; the ring on a tie, because it needs less memory."""
+        """The sharded kind that takes less time; the ring on a tie: its buffers are smaller."""
         return RING if self.ring <= self.all_gather else ALL_GATHER
 
 
@@ -157,7 +165,8 @@ def hiding_rows(
     """
     split = setting.tp if phase.split_work else 1
     entries = block_tokens / phase.tokens_per_entry
-    wanted = setting.link.seconds(_entry_bytes(phase, setting) * entries) * setting.flops
+    hop = setting.link.seconds(_entry_bytes(phase, setting) * entries, "ring_shift")
+    wanted = hop * setting.flops
     wanted -= entries * phase.entry_flops / split
     row = _row_flops(phase, entries * setting.ranks, visible) / setting.ranks / split
     if wanted <= 0:
@@ -177,7 +186,7 @@ def hiding_bandwidth(phase: Phase, chunk: Chunk, setting: Setting) -> float:
 
 
 def predict(attention: AttentionShape, chunk: Chunk, setting: Setting) -> Times:
-    """Both kinds' time of one layer's attention on one chunk."""
+    """The kinds' times of one layer's attention on one chunk."""
     *first, last = attention.phases
     forms = [last] if attention.other_form is None else [last, attention.other_form]
     # The cheaper form of all ranks' blocks together, as a chunk's attention chooses it.
@@ -193,7 +202,7 @@ def predict_prompt(
     chunk_tokens: int | None = None,
     cached: int = 0,
 ) -> Times:
-    """Both kinds' time of all layers' attention on a prompt.
+    """The kinds' times of all layers' attention on a prompt.
 
     Args:
         tokens: new ones.
@@ -221,7 +230,7 @@ def choose_cp_kind(
     chunk_tokens: int | None = None,
     cached: int = 0,
 ) -> str:
-    """The kind of context parallelism with less predicted time. Arguments as `predict_prompt`."""
+    """The sharded kind with less predicted time. Arguments as `predict_prompt`."""
     times = predict_prompt(
         attention, setting, tokens=tokens, chunk_tokens=chunk_tokens, cached=cached
     )
@@ -230,7 +239,7 @@ def choose_cp_kind(
 
 @dataclass(frozen=True, slots=True)
 class Crossing:
-    """Where the kind that takes less time changes."""
+    """Where the sharded kind that takes less time changes."""
 
     at: float
     below: str
@@ -264,19 +273,24 @@ def crossings(times: Callable[[float], Times], low: float, high: float) -> tuple
 def _phase_times(phase: Phase, chunk: Chunk, setting: Setting) -> Times:
     """Floors of one round.
 
-    Ring: N steps of computing and N - 1 transfers, each beside a step. All-gather: one transfer,
-    then the same computation in one call.
+    Ring: N steps of computing and N - 1 transfers, each beside a step. Otherwise one transfer,
+    of all entries or of the new ones, then the same computation in one call.
     """
     n = setting.ranks
     compute, entries = _block(phase, chunk, setting)
     size = _entry_bytes(phase, setting)
-    hop = setting.link.seconds(size * entries) if n > 1 else 0.0
+    hop = setting.link.seconds(size * entries, "ring_shift") if n > 1 else 0.0
     step = compute + setting.call_s
-    gathered = all_gather_bytes(1, n) * size * chunk.new / phase.tokens_per_entry
-    gather = setting.link.seconds(gathered) if n > 1 else 0.0
+    at_once = n * compute + setting.call_s
+
+    def gather(count: float) -> float:
+        sent = all_gather_bytes(count * size, n)
+        return setting.link.seconds(sent, ALL_GATHER) if n > 1 else 0.0
+
     return Times(
         ring=(n - 1) * max(step, hop) + step,
-        all_gather=gather + n * compute + setting.call_s,
+        all_gather=gather(n * entries) + at_once,
+        replicated=gather(chunk.new / phase.tokens_per_entry) + at_once,
         compute=n * compute,
         ring_transfer=(n - 1) * hop,
     )

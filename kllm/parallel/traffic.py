@@ -13,7 +13,7 @@ from kllm.config import ParallelConfig
 from kllm.parallel.footprint import ModelShape
 from kllm.parallel.layout import stage_bounds
 from kllm.parallel.link import Link, all_gather_bytes, all_reduce_bytes
-from kllm.parallel.overlap import ALL_GATHER, RING
+from kllm.parallel.overlap import ALL_GATHER, REPLICATED, RING
 from kllm.parallel.stripes import stripe_tokens
 
 LOGIT_BYTES = 4  # logits are gathered in float32
@@ -184,14 +184,15 @@ def _sequence(
 ) -> Iterator[Exchange]:
     """Foreign entries: passed on N - 1 times, or gathered once, each phase of attention apart.
 
+    Where prompts are replicated only the new ones are foreign.
     Rows of constant state are gathered either way: the newest of the chunk, and those before each
     seam between stripes of two ranks.
     """
     cp, ring = layout.cp, layout.cp_kind == RING
+    tokens = step.tokens + (0 if layout.cp_kind == REPLICATED else step.cached)
     for kind in model.attention:
         held = _count(kind.layers, layers)
         for phase in kind.phases:
-            tokens = step.tokens + (step.cached if ring else 0)
             size = phase.entry_bytes[kv_dtype] / (layout.tp if phase.split_entries else 1)
             everything = tokens / phase.tokens_per_entry * size
             yield Exchange(

@@ -88,8 +88,9 @@ def test_a_tied_embedding_lies_on_both_ends_of_a_pipeline() -> None:
 @pytest.mark.parametrize(("layers", "stages"), [(78, 8), (43, 4), (3, 3), (7, 2), (5, 1)])
 def test_stages_are_those_of_the_networks(layers: int, stages: int) -> None:
     bounds = stage_bounds(layers, stages)
-    found = [(stage.start, stage.stop) for stage in Stage.split(layers, stages)]
-    assert found == list(pairwise(bounds))
+    layout = ParallelConfig(pp=stages)
+    found = [Stage.of(layers, groups(layout, i).pp) for i in range(stages)]
+    assert [(stage.start, stage.stop) for stage in found] == list(pairwise(bounds))
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=NAMES)
@@ -226,6 +227,20 @@ def test_every_valid_layout_of_a_model_has_a_footprint(glm: ModelShape) -> None:
         assert copies == pytest.approx(layout.tp * 53_940)
 
 
+def test_a_prompt_lies_on_the_other_ranks_too_while_it_is_computed(glm: ModelShape) -> None:
+    common = {"memory_bytes": 288e9, "fraction": 0.9, "dtype": STORED, "kv_dtype": "fp8"}
+    found = {
+        kind: capacity(glm, parse(f"cp=8,ep=8,cp_kind={kind}"), **common)  # type: ignore[arg-type]
+        for kind in ("ring", "all_gather", "replicated")
+    }
+    # The whole of it on its owner, and an eighth on each of seven ranks.
+    assert found["ring"].prompt_tokens == int(found["ring"].tokens / (1 + 7 / 8))
+    assert found["all_gather"] == found["ring"]
+    assert found["replicated"].prompt_tokens == found["replicated"].rank_tokens
+    alone = capacity(glm, parse("dp=8,ep=8"), **common)  # type: ignore[arg-type]
+    assert alone.prompt_tokens == alone.tokens == found["ring"].tokens
+
+
 def test_redundant_experts_cost_their_share(glm: ModelShape) -> None:
     plain, more = (
         footprint(glm, parse(f"dp=8,ep=8,redundant_experts={n}"), dtype=STORED, kv_dtype="fp8")[0]
@@ -249,4 +264,5 @@ def test_a_deployment_chooses_its_kind_of_context_parallelism() -> None:
     assert found.sequence is not None
     kinds = {"ring": found.sequence.ring_s, "all_gather": found.sequence.all_gather_s}
     assert found.layout.cp_kind == found.sequence.kind == min(kinds, key=lambda k: kinds[k])
+    assert found.sequence.replicated_s == found.sequence.all_gather_s, "there is no prefix"
     assert found.fidelity == "modelled"

@@ -114,19 +114,23 @@ def test_experts_on_the_ranks_of_the_same_tokens_need_no_dispatch() -> None:
     assert {exchange.collective for exchange in stage} == {"all_reduce", "all_gather"}
 
 
-def test_a_ring_moves_the_prefix_too_and_gathering_only_what_is_new() -> None:
+def test_a_prefix_moves_again_unless_it_is_replicated() -> None:
     step = Step.chunk(256, cached=768)
-    ring, gather = (tiny(f"cp=4,cp_kind={kind}", step) for kind in ("ring", "all_gather"))
+    ring, gather, new = (
+        tiny(f"cp=4,cp_kind={kind}", step) for kind in ("ring", "all_gather", "replicated")
+    )
     for what in (
         "DSA index keys",
         "DSA selected latents",
         "DSA, shared selection selected latents",
     ):
-        assert ring[what].sent_bytes == pytest.approx(4 * gather[what].sent_bytes)
-        assert ring[what].calls == 3 * gather[what].calls
+        assert ring[what].sent_bytes == gather[what].sent_bytes
+        assert ring[what].sent_bytes == pytest.approx(4 * new[what].sent_bytes)
+        assert ring[what].calls == 3 * gather[what].calls == 3 * new[what].calls
     # 11 layers, 5 of them with an indexer; latents of 40 channels, keys of 16, bfloat16.
-    moved = sum(gather[what].sent_bytes for what in gather)
-    assert moved == pytest.approx(256 * 3 / 4 * 2 * (11 * 40 + 5 * 16))
+    for found, tokens in ((gather, 1024), (new, 256)):
+        moved = sum(exchange.sent_bytes for exchange in found.values())
+        assert moved == pytest.approx(tokens * 3 / 4 * 2 * (11 * 40 + 5 * 16))
     assert tiny("cp=4,cp_kind=ring", Step.decode(8)) == {}
 
 

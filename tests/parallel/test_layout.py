@@ -110,7 +110,7 @@ def test_all_valid_layouts_are_found_once() -> None:
         if 8 % (tp * cp * pp) == 0
         for ep in range(1, 9)
         if ep == 1 or (ep % tp == 0 and (8 // pp) % ep == 0)
-        for kind in (("ring", "all_gather") if cp > 1 else ("auto",))
+        for kind in (("ring", "all_gather", "replicated") if cp > 1 else ("auto",))
     ]
     assert set(found) == set(brute)
 

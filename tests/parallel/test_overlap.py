@@ -143,11 +143,16 @@ def test_predicted_times_are_those_of_a_simulated_ring(ranks: int, cached: int, 
     assert times.ring == pytest.approx(simulate_ring(GQA, chunk, at))
     if ranks == 1:
         assert times.all_gather == pytest.approx(times.ring)
+        assert times.replicated == pytest.approx(times.ring)
         assert times.ring_transfer == 0
     else:
-        moved = 8192 * (ranks - 1) / ranks * GQA.entry_bytes["bfloat16"]  # the prefix is there
-        gather = link.latency_s + moved / link.bytes_per_s
-        assert times.all_gather == pytest.approx(gather + times.compute + at.call_s)
+        for new_and_cached, found in (
+            (8192 + cached, times.all_gather),
+            (8192, times.replicated),  # the prefix is there
+        ):
+            moved = new_and_cached * (ranks - 1) / ranks * GQA.entry_bytes["bfloat16"]
+            gather = link.latency_s + moved / link.bytes_per_s
+            assert found == pytest.approx(gather + times.compute + at.call_s)
 
 
 def test_the_cheaper_form_of_a_latent_is_predicted() -> None:
@@ -183,21 +188,25 @@ def test_chunks_of_a_prompt_see_what_came_before() -> None:
     assert whole.ring == pytest.approx(3 * one.ring)
 
 
-def test_the_choice_is_the_kind_with_less_predicted_time() -> None:
+def test_the_choice_is_the_sharded_kind_with_less_predicted_time() -> None:
     kind = (AttentionShape(name="GQA", layers=(0,), phases=(GQA,)),)
-    hidden = setting(NVLINK)
-    assert choose_cp_kind(kind, hidden, tokens=65_536) == "ring"
-    # A long prefix that is on every rank already would have to travel, for few new tokens.
-    assert choose_cp_kind(kind, hidden, tokens=512, cached=500_000) == "all_gather"
-    # So would the blocks of a prompt in small chunks over a slow link.
-    slow = setting(NETWORK)
-    assert choose_cp_kind(kind, slow, tokens=524_288, chunk_tokens=4096) == "all_gather"
-    assert choose_cp_kind(kind, slow, tokens=524_288) == "ring"
+    free = setting(NVLINK)
+    assert choose_cp_kind(kind, free, tokens=65_536) == "ring"
+    # Both move the same bytes, and a ring computes meanwhile even where that hides a part only.
+    assert choose_cp_kind(kind, setting(NETWORK), tokens=512, cached=500_000) == "ring"
+    # What it has more is calls.
+    late = setting(Link(latency_s=100e-6, bytes_per_s=400e9))
+    assert choose_cp_kind(kind, late, tokens=512) == "all_gather"
+    assert choose_cp_kind(kind, late, tokens=65_536) == "ring"
+    assert choose_cp_kind(kind, replace(free, call_s=1e-3), tokens=4096) == "all_gather"
+    times = predict(kind[0], Chunk(new=512, cached=500_000), setting(NETWORK))
+    assert times.best == "ring"
+    assert times.replicated < times.ring, "what is there already need not travel"
 
 
 def test_break_even_points_are_where_both_kinds_take_the_same_time() -> None:
     kind = (AttentionShape(name="GQA", layers=(0,), phases=(GQA,)),)
-    at = replace(setting(Link(latency_s=10e-6, bytes_per_s=400e9)), call_s=5e-6)
+    at = replace(setting(Link(latency_s=20e-6, bytes_per_s=400e9)), call_s=5e-6)
 
     def by_tokens(tokens: float) -> Times:
         return predict_prompt(kind, at, tokens=round(tokens))
@@ -211,8 +220,8 @@ def test_break_even_points_are_where_both_kinds_take_the_same_time() -> None:
     assert (tokens.below, tokens.above) == ("all_gather", "ring")
     assert by_tokens(tokens.at * 0.95).best == "all_gather"
     assert by_tokens(tokens.at * 1.05).best == "ring"
-    found = crossings(by_bandwidth, 1e9, 1e12)
-    assert found[0].below == "all_gather"
+    found = crossings(by_bandwidth, 1e9, 1e14)
+    assert [crossing.below for crossing in found] == ["ring"], "there is little left to hide"
     for crossing in found:
         times = by_bandwidth(crossing.at)
         assert times.ring == pytest.approx(times.all_gather, rel=1e-6)
