@@ -136,7 +136,7 @@ def _wait_for(processes: list[Any], what: str) -> None:
     while alive:
         left = deadline - time.monotonic()
         ended = multiprocessing.connection.wait(list(alive), timeout=max(0.0, left))
-        for process in [alive.pop(sentinel) for sentinel in ended]:  # type: ignore[call-overload]
+        for process in [alive.pop(sentinel) for sentinel in ended]:
             process.join()
             if process.exitcode:
                 raise WorkerError(

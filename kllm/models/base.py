@@ -7,7 +7,7 @@ and the config; nothing is allocated to count.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any, Protocol
 
@@ -93,7 +93,7 @@ class Groups:
     ep: Communicator  # whole experts
     cp: Communicator  # tokens of a prompt
     pp: Communicator  # layers
-    experts: ExpertOptions = ExpertOptions()
+    experts: ExpertOptions = field(default_factory=ExpertOptions)
 
     @classmethod
     def single(cls) -> "Groups":
