@@ -34,6 +34,9 @@ DETAILS = ("requests", "pairs")  # series that are stored and not printed
 NOT_SHOWN = (
     *("_lo", "_hi", "_p90_ms", "_mean_ms", "e2e_p50_ms", "e2e_p99_ms"),
     *("isl", "osl", "concurrency", "rate_per_s", "total_tokens_per_s", "limit_percent"),
+    # Gathering exposes all that it transfers: one of three columns says it.
+    *("gather_transfer_s", "replicated_transfer_s"),
+    *("gather_exposed_share", "replicated_exposed_share"),
 )
 
 TEXTS = (  # columns of words
@@ -355,6 +358,9 @@ def ring_vs_allgather(
     device: Device = "auto",
     dtype: Dtype = "auto",
     kv_dtype: KvDtype = "auto",
+    limit: Annotated[
+        float, typer.Option(min=0, help="Seconds for the rounds of a layout; 0: by machine.")
+    ] = 0.0,
     repeats: Repeats = 3,
     seed: Seed = 0,
     output: Output = DEFAULT_OUTPUT,
@@ -368,19 +374,23 @@ def ring_vs_allgather(
     small = is_small(scale, str(choose_device(device)))
     models, links = _names(model), _names(link)
     ranks = _integers("--cp", cp or ("2" if small else "8"))
-    chunks = _lengths("--chunk", chunk or ("256" if small else "8K"))
-    bench = BENCHES["ring-vs-allgather"].load()(
+    chunks = _lengths("--chunk", chunk or ("256" if small else "8K,64K"))
+    made: Any = BENCHES["ring-vs-allgather"].load()(
         models=models,
         attentions=_names(attention),
         isls=_lengths("--isl", isl or ("512,2K" if small else "32K,128K,512K,1M")),
         cps=ranks,
         links=links,
         chunks=chunks,
+        limit_s=limit or (60.0 if small else 20.0),
     )
     # Fidelity is chosen below; the rest is that of the first layout.
     first = {"model": models[0], "link": links[0], "token_budget": chunks[0], "fidelity": "real"}
     shared = _options({**locals(), **first})
-    _run(bench, shared, choose(shared.config(), fidelity, max(ranks)))
+    config = choose(shared.config(), fidelity, max(ranks))
+    seconds = made.estimate_s(config, repeats)
+    err.print(f"{made.name}: about {seconds:.0f} s, by a rough estimate", highlight=False)
+    _run(made, shared, config)
 
 
 def _names(text: str) -> tuple[str, ...]:
@@ -598,17 +608,32 @@ def _table(series: "Series") -> Any:
     from rich.markup import escape
     from rich.table import Table
 
-    columns = [c for c in series.columns if not c.name.endswith(NOT_SHOWN)]
+    rows = series.rows or ()
+    shown = [c for c in series.columns if not c.name.endswith(NOT_SHOWN)]
+    alike = _alike(series) if len(rows) > 1 else {}
+    columns = [c for c in shown if c.name not in alike] or shown
     kept = [series.columns.index(column) for column in columns]
-    table = Table()
+    said = [f"{_heading(c.name)} {alike[c.name]}" for c in shown if alike.get(c.name)]
+    title = escape(", ".join([_heading(series.name), *said]))
+    table = Table(title=title, title_justify="left", title_style="bold")
     for column in columns:
         numeric = column.name not in TEXTS
         table.add_column(
             _heading(column.name), justify="right" if numeric else "left", overflow="fold"
         )
-    for row in series.rows or ():
+    for row in rows:
         table.add_row(*(escape(_cell(row[index])) for index in kept))
     return table
+
+
+def _alike(series: "Series") -> dict[str, str]:
+    """The columns whose cells are the same in all rows, with what these say."""
+    found = {}
+    for index, column in enumerate(series.columns):
+        cells = {_cell(row[index]) for row in series.rows or ()}
+        if len(cells) == 1:
+            found[column.name] = cells.pop()
+    return found
 
 
 def _heading(name: str) -> str:

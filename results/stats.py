@@ -265,6 +265,27 @@ def holm(judgements: Mapping[str, Judgement], alpha: float = 0.01) -> dict[str, 
     return corrected
 
 
+def median_ratio(
+    base: Sequence[float], new: Sequence[float], seed: int = 0
+) -> tuple[float, tuple[float, float] | None]:
+    """Median of `new` over that of `base`, with its 95 % bootstrap interval.
+
+    The interval draws whole rounds (new[i] with base[i]); there is none below three of them.
+
+    Raises:
+        ValueError: the lists have different lengths.
+    """
+    rounds = np.array(list(zip(base, new, strict=True)), dtype=np.float64)
+    old, latest = np.median(rounds, axis=0)
+    if len(rounds) < 3:
+        return float(latest / old), None
+    rng = np.random.default_rng(seed)
+    draws = rng.integers(0, len(rounds), size=(BOOTSTRAP_DRAWS, len(rounds)))
+    medians = np.median(rounds[draws], axis=1)  # [draws, 2]
+    low, high = np.percentile(medians[:, 1] / medians[:, 0], [2.5, 97.5])
+    return float(latest / old), (float(low), float(high))
+
+
 def paired_ratio(
     base: Sequence[float], new: Sequence[float]
 ) -> tuple[float, tuple[float, float] | None]:

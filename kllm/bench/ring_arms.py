@@ -1,4 +1,4 @@
-"""The two sides of `ring-vs-allgather`: what of the sweep fits each, and what its steps cost."""
+"""The sides of `ring-vs-allgather`: what of the sweep fits each, and what its steps cost."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -19,7 +19,7 @@ Costs = dict[Place, Cost]
 class Arm:
     """One kind of context parallelism.
 
-    `rounds[link][i]` is what steps cost in round i; i of one kind pairs with i of the other.
+    `rounds[link][i]` is what steps cost in round i; i of one kind pairs with i of another.
     """
 
     kind: str
@@ -107,6 +107,6 @@ class Arm:
         return [prompt_cost(isl, chunk, costs) for costs in self.rounds.get(link, [])]
 
 
-def both(kinds: Sequence[str], isls: Sequence[int]) -> dict[str, Arm]:
+def arms_of(kinds: Sequence[str], isls: Sequence[int]) -> dict[str, Arm]:
     """An arm for each kind."""
     return {kind: Arm(kind, sorted(set(isls))) for kind in kinds}

@@ -11,12 +11,14 @@ from kllm.config import EngineConfig
 from kllm.engine.cp_kind import cp_setting, with_cp_kind
 from kllm.models.devices import choose_device
 from kllm.models.load import ResolvedModel
+from kllm.parallel.footprint import ModelShape
 from kllm.parallel.link import parse_link
 from kllm.parallel.overlap import (
     ALL_GATHER,
     RING,
     AttentionShape,
     Chunk,
+    Phase,
     Setting,
     Times,
     crossings,
@@ -34,8 +36,8 @@ BANDWIDTHS = (1e9, 4e12)  # bytes a second, where predicted crossings are looked
 UNITS = {
     "ring_s": "s",
     "all_gather_s": "s",
-    "predicted_ring_s": "s",
-    "predicted_all_gather_s": "s",
+    "ring_floor_s": "s",
+    "all_gather_floor_s": "s",
     "auto_loss_pct": "%",
     "gb_per_s": "GB/s",
     "gb_per_s_needed": "GB/s",
@@ -51,8 +53,13 @@ class Sweep:
 
     config: EngineConfig
     resolved: ResolvedModel
-    attention: tuple[AttentionShape, ...]
+    shape: ModelShape
     chunk: int
+
+    @property
+    def attention(self) -> tuple[AttentionShape, ...]:
+        """The attention of the layers."""
+        return self.shape.attention
 
     @property
     def attention_names(self) -> str:
@@ -85,10 +92,10 @@ class Sweep:
 
 
 def prediction(sweep: Sweep, isl: int, link: str, seconds: Mapping[str, float]) -> dict[str, Any]:
-    """Both kinds' measured seconds, floors of the attention alone, and what the engine chooses.
+    """Ring and all-gather: measured, floors of the attention alone, and what the engine chooses.
 
     Args:
-        seconds: of the prompt by kind, measured.
+        seconds: of the prompt by each of these kinds, measured.
     """
     times = predict_prompt(
         sweep.attention, sweep.setting(link), tokens=isl, chunk_tokens=sweep.chunk
@@ -97,20 +104,27 @@ def prediction(sweep: Sweep, isl: int, link: str, seconds: Mapping[str, float]) 
     return {
         "ring_s": seconds[RING],
         "all_gather_s": seconds[ALL_GATHER],
-        "predicted_ring_s": times.ring,
-        "predicted_all_gather_s": times.all_gather,
+        "ring_floor_s": times.ring,
+        "all_gather_floor_s": times.all_gather,
         "auto": chosen,
         "auto_loss_pct": 100 * (seconds[chosen] / min(seconds.values()) - 1),
     }
 
 
 def overlap(sweep: Sweep, isl: int, link: str) -> Iterator[dict[str, Any]]:
-    """When the last step of a prompt hides its transfers, for each kind of entries that travels."""
+    """When the last step of a prompt hides its transfers, for each kind of entries that travels.
+
+    Kinds of attention that travel alike are told once.
+    """
     setting = sweep.setting(link)
     new = min(sweep.chunk, isl)
     chunk = Chunk(new=new, cached=isl - new)
+    told: list[Phase] = []
     for kind in sweep.attention:
         for phase in kind.phases:
+            if phase in told:
+                continue
+            told.append(phase)
             rows = hiding_rows(
                 phase,
                 block_tokens=isl / setting.ranks,
@@ -156,8 +170,10 @@ def conditions(sliced: bool, config: EngineConfig) -> list[str]:
     notes = [
         "Times of a prompt are put together from steps (chunks) measured at both ends of it and "
         "between; throughput counts the tokens of all ranks at this scale.",
+        "Throughputs are medians over the rounds, a ratio is that of a ring's and all-gather's, "
+        "and its interval is from rounds drawn anew (bootstrap).",
         "Memory is above the weights, on a rank that does not own the prompt; its owner, which "
-        "decodes it, holds all of its KV with both kinds.",
+        "decodes it, holds all of its KV with each kind.",
     ]
     if sliced:
         notes.append(
@@ -175,13 +191,17 @@ def conclude(record: Record) -> None:
     """Set verdict, boundary and the rows of the claim."""
     rows = record.ok_rows("sweep")
     record.verdict = " ".join(map(_verdict, _groups(rows, *LAYOUT))) or (
-        "No point could be measured with both kinds."
+        "No point could be measured both as a ring and with all-gather."
     )
     found = [*_along_length(rows), *_along_chunk(rows), *_along_bandwidth(rows)]
     record.boundary = " ".join(found) or "No boundary can be told without measured points."
-    if rows and not any("ratio_lo" in row for row in rows):
-        record.notes.append("With fewer than 3 repeats differences may be noise.")
+    few = sum("ratio_lo" not in row for row in rows)
+    if few:
+        record.notes.append(
+            f"With fewer than 3 rounds differences may be noise: so in {few} of {len(rows)} points."
+        )
     _exposed(record)
+    _replicated(record, rows)
     _claim(record, rows)
     choices = record.ok_rows("predictions")
     if choices:
@@ -202,6 +222,27 @@ def _exposed(record: Record) -> None:
             f"In {len(shares)} points computation on a block is predicted to take longer than its "
             f"transfer; there a ring exposes at most {100 * max(shares):.3g} % of its transfers."
         )
+
+
+def _replicated(record: Record, rows: Sequence[Row]) -> None:
+    """What replicated prompts trade, in one sentence."""
+    speed = [
+        row["replicated_tokens_per_s"] / row["ring_tokens_per_s"]
+        for row in rows
+        if row.get("replicated_tokens_per_s") is not None
+    ]
+    memory = [row["replicated_kv_gib"] / row["kv_gib"] for row in record.rows.get("memory", [])]
+    if speed and memory:
+        record.notes.append(
+            "Replicated prompts (every rank keeps all entries, so that only new ones travel) have "
+            f"{_range(speed)} times the throughput of a ring, for up to {max(memory):.3g} times "
+            "the KV memory of a rank while a prompt is computed."
+        )
+
+
+def _range(values: Sequence[float]) -> str:
+    low, high = f"{min(values):.3g}", f"{max(values):.3g}"
+    return low if low == high else f"{low} to {high}"
 
 
 def _about(row: Row) -> str:
@@ -338,17 +379,14 @@ def _claim(record: Record, rows: Sequence[Row]) -> None:
             },
         )
     best = max(here, key=lambda row: row["ratio"])
-    tag = f"{best['model']}.cp{best['cp']}.chunk{best['chunk']}.{best['link']}.isl{CLAIM_ISL}"
-    tag = tag.replace(" ", ".")
-    pairs = zip(record.values[f"ring_s.{tag}"], record.values[f"all_gather_s.{tag}"], strict=True)
-    for ring, gather in pairs:
-        record.add(published.metric, 100 * (gather / ring - 1), unit="%", direction="higher")
+    gain = 100 * (best["ratio"] - 1)
+    record.add(published.metric, gain, unit="%", direction="higher")
     reached = [
         row for row in here if status_of(published, 100 * (row["ratio"] - 1)) == "reproduced"
     ]
     record.notes.append(
         f"Claim: {published.statement} +{published.published} %; largest measured "
-        f"{100 * (best['ratio'] - 1):+.3g} % ({_about(best)}, {best['attention']}, "
+        f"{gain:+.3g} % ({_about(best)}, {best['attention']}, "
         f"{best['link']}); reproduced in {len(reached)} of {len(here)} points"
         + (": " + ", ".join(f"{_about(row)}, {row['link']}" for row in reached) if reached else "")
         + "."

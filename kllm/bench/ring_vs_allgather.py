@@ -1,11 +1,16 @@
-"""`kllm bench ring-vs-allgather`: a prompt's prefill with both kinds of context parallelism.
+"""`kllm bench ring-vs-allgather`: a prompt's prefill with each kind of context parallelism.
 
 The ranks of a layout are built once and take turns: a pass over the places of the prompts as a
-ring, one with all-gather, over each link, in an order that turns round after each round. Every
-place is a real step of the engine; the time of a prompt is put together from them
-(`kllm.bench.prompt_time`).
+ring, one with all-gather, one with replicated prompts, over each link, in an order that turns
+round after each round. Every place is a real step of the engine; the time of a prompt is put
+together from them (`kllm.bench.prompt_time`).
+
+A ring is compared with all-gather, which keeps as little KV on a rank. Replicated prompts stand
+beside them: they move less and keep N times as much.
 """
 
+import math
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -16,7 +21,8 @@ from kllm.bench import ring_findings as findings
 from kllm.bench.base import Context
 from kllm.bench.prompt_time import Cost, critical_path
 from kllm.bench.record import Record
-from kllm.bench.ring_arms import GIB, Arm, both
+from kllm.bench.ring_arms import GIB, Arm, arms_of
+from kllm.bench.ring_estimate import layout_seconds
 from kllm.bench.ring_findings import Sweep
 from kllm.bench.ring_setup import MODEL, attention_folder, cut, with_ranks
 from kllm.bench.shared_prompt import KINDS, SharedPrompt
@@ -28,29 +34,28 @@ from kllm.hardware import ceilings
 from kllm.models.load import ResolvedModel, resolve
 from kllm.models.shape import model_shape
 from kllm.parallel.link import Link, parse_link
-from kllm.parallel.overlap import ALL_GATHER, RING
+from kllm.parallel.overlap import ALL_GATHER, REPLICATED, RING
 from kllm.parallel.stripes import Stripes
-from kllm.results.stats import median_ci, paired_ratio
+from kllm.results.stats import median_ci, median_ratio
 
 REAL = "real"  # the link of ranks that all run
+SHARDED = (RING, ALL_GATHER)  # what is compared: as much KV on each rank
 UNITS = {
-    "ring_tokens_per_s": "tokens/s",
-    "all_gather_tokens_per_s": "tokens/s",
-    "ring_exposed_s": "s",
-    "ring_transfer_s": "s",
-    "all_gather_exposed_s": "s",
-    "all_gather_transfer_s": "s",
-    "ring_kv_gib": "GiB",
-    "all_gather_kv_gib": "GiB",
-    "ring_peak_gib": "GiB",
-    "all_gather_peak_gib": "GiB",
-    "owner_kv_gib": "GiB",
+    **{f"{kind}_tokens_per_s": "tokens/s" for kind in KINDS},
+    **{f"{kind}_exposed_s": "s" for kind in KINDS},
+    **{f"{kind}_transfer_s": "s" for kind in KINDS},
+    **{f"{kind}_peak_gib": "GiB" for kind in KINDS},
+    "kv_gib": "GiB",
+    "replicated_kv_gib": "GiB",
 }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingVsAllGatherBench:
-    """Sweep over prompt length, step length, context-parallel degree, link and model."""
+    """Sweep over prompt length, step length, context-parallel degree, link and model.
+
+    `limit_s` bounds the rounds of a layout: after the first one none begins that would end later.
+    """
 
     models: Sequence[str]
     attentions: Sequence[str] = (MODEL,)
@@ -58,6 +63,7 @@ class RingVsAllGatherBench:
     cps: Sequence[int]  # context-parallel ranks
     links: Sequence[str]  # of rank-slices
     chunks: Sequence[int]  # tokens of a step
+    limit_s: float = math.inf
 
     def __post_init__(self) -> None:
         for what, values, least in (
@@ -87,6 +93,20 @@ class RingVsAllGatherBench:
             "links": list(self.links),
             "chunk": list(self.chunks),
         }
+
+    def estimate_s(self, config: EngineConfig, repeats: int) -> float:
+        """Seconds that a run will take, roughly, from rates of this machine or presets.
+
+        Raises:
+            ConfigError: what is wrong with the config of any layout.
+        """
+        sliced = config.fidelity == "rank-slice"
+        total = 0.0
+        for layout in self._layouts(config):
+            sweep = _sweep(layout, resolve(layout))
+            links = self.links if sliced else (REAL,)
+            total += layout_seconds(sweep, self.isls, links, repeats, self.limit_s)
+        return total
 
     def measure(self, ctx: Context, record: Record) -> None:
         """Measure each model and context-parallel degree; lengths that do not fit are marked."""
@@ -135,7 +155,7 @@ class RingVsAllGatherBench:
             return
         prompt = made
         try:
-            arms = both(KINDS, self.isls)
+            arms = arms_of(KINDS, self.isls)
             here = 1 if sliced or resolved.device.startswith("cuda") else cp
             most = resolved.config.max_position_embeddings
             for arm in arms.values():
@@ -182,11 +202,18 @@ class RingVsAllGatherBench:
             ctx.progress(f"{title}: {what}", done, total)
             done += 1
 
+        begin = lap = time.monotonic()
+        took = 0.0
         for number in range(-1, ctx.repeats):
+            if number > 0 and lap + took > begin + self.limit_s:
+                fit = f"{number} of {ctx.repeats} rounds fit the limit of {self.limit_s:g} s"
+                record.notes.append(f"{title}: {fit}.")
+                break
             for kind in KINDS if number % 2 == 0 else KINDS[::-1]:
                 arms[kind].run(prompt, dict(links), tell, keep=number >= 0)
             if number >= 0:
                 self._store(record, arms, links, title, prompt.chunk)
+            took, lap = time.monotonic() - lap, time.monotonic()
 
     def _store(
         self,
@@ -215,7 +242,7 @@ class RingVsAllGatherBench:
 
 def _sweep(config: EngineConfig, resolved: ResolvedModel) -> Sweep:
     shape = model_shape(resolved.family, resolved.config)
-    return Sweep(config, resolved, shape.attention, config.scheduler.token_budget)
+    return Sweep(config, resolved, shape, config.scheduler.token_budget)
 
 
 def _report(
@@ -239,8 +266,8 @@ def _report(
             if any(cost.transfer_s for found in costs.values() for cost in found):
                 hidden = all(row["hidden"] for row in findings.overlap(sweep, isl, link))
                 record.row("exposure", at | _exposure(costs) | {"predicted_hidden": hidden}, UNITS)
-            if all(costs.values()):
-                seconds = {kind: _median(found, "seconds") for kind, found in costs.items()}
+            if all(costs[kind] for kind in SHARDED):
+                seconds = {kind: _median(costs[kind], "seconds") for kind in SHARDED}
                 row = findings.prediction(sweep, isl, link, seconds)
                 record.row("predictions", at | row, findings.UNITS)
     for link in links:
@@ -251,7 +278,7 @@ def _report(
 
 
 def _costs(arms: Mapping[str, Arm], link: str, isl: int, chunk: int) -> dict[str, list[Cost]]:
-    """Both kinds' costs of a prompt in the rounds that both have run."""
+    """The kinds' costs of a prompt in the rounds that all of them have run."""
     found = {kind: arm.prompts(link, isl, chunk) for kind, arm in arms.items()}
     rounds = min((len(costs) for costs in found.values() if costs), default=0)
     return {kind: costs[:rounds] for kind, costs in found.items()}
@@ -264,12 +291,13 @@ def _median(costs: Sequence[Cost], name: str) -> float:
 def _memory(prompt: SharedPrompt, arms: Mapping[str, Arm], isl: int) -> dict[str, Any]:
     """KV of the prompt, and the most that it and a step's tensors took together."""
     row: dict[str, Any] = {"prompt_tokens": isl}
-    row |= {f"{kind}_kv_gib": prompt.need(kind, isl).typical / GIB for kind in arms}
+    row["kv_gib"] = prompt.need(RING, isl).typical / GIB  # all-gather's as well
+    row["replicated_kv_gib"] = prompt.need(REPLICATED, isl).typical / GIB
     for kind, arm in arms.items():
         costs = [cost for link in arm.rounds for cost in arm.prompts(link, isl, prompt.chunk)]
         peak = prompt.need(kind, isl).typical + max((c.passing_bytes for c in costs), default=0)
         row[f"{kind}_peak_gib"] = peak / GIB if costs else None
-    return row | {"owner_kv_gib": prompt.need(RING, isl).owner / GIB}
+    return row
 
 
 def _throughput(
@@ -280,11 +308,13 @@ def _throughput(
         f"{kind}_tokens_per_s": isl / _median(found, "seconds") if found else None
         for kind, found in costs.items()
     }
-    if not all(costs.values()):
-        reasons = dict.fromkeys(arm.refused[isl] for arm in arms.values() if isl in arm.refused)
-        return row | {"ratio": None, "state": "failed", "reason": "; ".join(reasons)}
+    reasons = dict.fromkeys(arm.refused[isl] for arm in arms.values() if isl in arm.refused)
+    if reasons:
+        row["reason"] = "; ".join(reasons)
+    if not all(costs[kind] for kind in SHARDED):
+        return row | {"ratio": None, "state": "failed"}
     # The throughput of a ring over that of all-gather: their times the other way round.
-    ratio, interval = paired_ratio(
+    ratio, interval = median_ratio(
         [cost.seconds for cost in costs[RING]], [cost.seconds for cost in costs[ALL_GATHER]]
     )
     row["ratio"] = ratio

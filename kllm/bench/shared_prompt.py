@@ -25,10 +25,10 @@ from kllm.models.shape import model_shape
 from kllm.parallel.emulated import EmulatedComm
 from kllm.parallel.layout import check
 from kllm.parallel.link import Link
-from kllm.parallel.overlap import ALL_GATHER, RING
+from kllm.parallel.overlap import ALL_GATHER, REPLICATED, RING
 from kllm.parallel.stripes import Stripes
 
-KINDS = (RING, ALL_GATHER)
+KINDS = (RING, ALL_GATHER, REPLICATED)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=1)
 
 
@@ -40,7 +40,7 @@ class Ranks(Protocol):
     def execute(self, plans: Sequence[Plan | None]) -> list[Outcome | None]:
         """See `kllm.engine.executor.Executor`."""
 
-    def arrange(self, pages: Sequence[int], *, ring: bool, tokens: int) -> None:
+    def arrange(self, pages: Sequence[int], *, kind: str, tokens: int) -> None:
         """See `InProcessExecutor`."""
 
     def settle(self) -> list[DeviceMemory]:
@@ -102,7 +102,7 @@ class SharedPrompt:
         """Pages that a prompt takes on each context-parallel rank."""
         page = self.ranks.sharing.budget.page_size
         held = [tokens] * self.stripes.ranks
-        if kind == RING:
+        if kind != REPLICATED:
             held = [self.stripes.count(rank, tokens) for rank in range(self.stripes.ranks)]
             held[self.owner] = tokens
         return [max(1, -(-count // page)) for count in held]
@@ -117,7 +117,7 @@ class SharedPrompt:
     def arrange(self, kind: str, tokens: int) -> None:
         """Give the ranks memory for prompts of up to `tokens` tokens."""
         self._kind, self._tokens = kind, tokens
-        self.ranks.arrange(self.pages(kind, tokens), ring=kind == RING, tokens=tokens)
+        self.ranks.arrange(self.pages(kind, tokens), kind=kind, tokens=tokens)
 
     def run(self, place: Place, link: Link | None = None) -> Cost:
         """Run one step and measure it.
@@ -186,7 +186,7 @@ def buffer_bytes(
     """Bytes of what is sent and received in a step, of the state that has most; computed.
 
     A ring has two blocks, each as long as the longest shard. Gathering has what a rank sends, what
-    it receives, and that in order.
+    it receives, and that in order: all of the prompt, or the new entries where it is replicated.
     """
     sizes: Mapping[str, float] = {
         state.name: state.heads * state.entry.nbytes(kv_dtype) / state.tokens_per_entry
@@ -196,6 +196,7 @@ def buffer_bytes(
     if kind == RING:
         tokens = 2 * max(stripes.count(rank, place.end) for rank in ranks)
     else:
-        own = [stripes.count(rank, place.end) - stripes.count(rank, place.start) for rank in ranks]
+        start = place.start if kind == REPLICATED else 0
+        own = [stripes.count(rank, place.end) - stripes.count(rank, start) for rank in ranks]
         tokens = (1 + stripes.ranks) * max(own) + sum(own)
     return tokens * max(sizes.values())

@@ -12,6 +12,7 @@ from kllm.results.stats import (
     judge,
     judge_exact,
     median_ci,
+    median_ratio,
     paired_ratio,
     rank_correlation,
 )
@@ -168,6 +169,17 @@ def test_bootstrap_interval_covers_the_true_median() -> None:
 def test_bootstrap_is_repeatable() -> None:
     values = [1.0, 2.0, 4.0, 8.0, 9.0]
     assert median_ci(values, seed=3) == median_ci(values, seed=3)
+
+
+def test_the_ratio_of_medians_is_that_of_the_numbers_beside_it() -> None:
+    base, new = [1.0, 2.0, 9.0], [3.0, 1.0, 3.0]
+    ratio, interval = median_ratio(base, new)
+    assert ratio == 3.0 / 2.0  # the median of the pairs' ratios would be 1 / 2
+    assert interval is not None
+    assert interval[0] <= ratio <= interval[1]
+    assert interval == pytest.approx((1 / 3, 3.0))  # of rounds drawn anew: all of one, or another
+    assert median_ratio(base[:2], new[:2]) == (2.0 / 1.5, None)
+    assert median_ratio(base, [1.5 * b for b in base])[1] == pytest.approx((1.5, 1.5))
 
 
 def test_paired_ratio_cancels_what_both_share() -> None:
