@@ -45,6 +45,8 @@ TEXTS = (  # columns of words
     "status",
 )
 
+NAMES = ("link", "auto")  # columns of single words
+
 bench_app = typer.Typer(no_args_is_help=True, help="Measure the engine on this machine.")
 
 KvDtype = Annotated[str, typer.Option(help="Dtype of the KV cache: auto, a dtype, or fp8.")]
@@ -598,13 +600,16 @@ def _print(result: "RunResult") -> None:
     for series in result.series:
         # A gain is what a sweep beside it shows already; reports draw it.
         if series.name not in DETAILS and not series.name.startswith("gain:"):
-            out.print(_table(series))
+            heading, table = _table(series)
+            out.print(escape(heading), style="bold", highlight=False, soft_wrap=True)
+            out.print(table)
     for sentence in (result.verdict, result.boundary, *result.notes):
         if sentence:
             out.print(escape(sentence), highlight=False, soft_wrap=True)
 
 
-def _table(series: "Series") -> Any:
+def _table(series: "Series") -> tuple[str, Any]:
+    """A heading with what all rows share, and a table of the rest."""
     from rich.markup import escape
     from rich.table import Table
 
@@ -614,16 +619,18 @@ def _table(series: "Series") -> Any:
     columns = [c for c in shown if c.name not in alike] or shown
     kept = [series.columns.index(column) for column in columns]
     said = [f"{_heading(c.name)} {alike[c.name]}" for c in shown if alike.get(c.name)]
-    title = escape(", ".join([_heading(series.name), *said]))
-    table = Table(title=title, title_justify="left", title_style="bold")
+    table = Table()
     for column in columns:
         numeric = column.name not in TEXTS
         table.add_column(
-            _heading(column.name), justify="right" if numeric else "left", overflow="fold"
+            _heading(column.name),
+            justify="right" if numeric else "left",
+            overflow="fold",
+            no_wrap=column.name in NAMES,
         )
     for row in rows:
         table.add_row(*(escape(_cell(row[index])) for index in kept))
-    return table
+    return ", ".join([_heading(series.name), *said]), table
 
 
 def _alike(series: "Series") -> dict[str, str]:
@@ -637,7 +644,8 @@ def _alike(series: "Series") -> dict[str, str]:
 
 
 def _heading(name: str) -> str:
-    return name.replace("tokens_per_s", "tok/s").replace("_per_s", "/s").replace("_", " ")
+    name = name.replace("tokens_per_s", "tok/s").replace("_per_s", "/s")
+    return name.replace("prompt_tokens", "ISL").replace("_", " ")
 
 
 def _cell(value: object) -> str:

@@ -10,6 +10,7 @@ from kllm.parallel.link import Link
 
 # Of what is free beside the weights; the rest is for a step's tensors, and the allocator's gaps.
 KV_SHARE = 0.85
+EARLY = 8  # places before this part of the longest prompt have a warm-up of their own
 GIB = float(1 << 30)
 
 Costs = dict[Place, Cost]
@@ -56,42 +57,61 @@ class Arm:
         """The steps to measure."""
         return places(self.isls, chunk)
 
+    def steps(self, chunk: int, links: int, repeats: int) -> int:
+        """How many steps all rounds have, those before a round included."""
+        measured = len(self.places(chunk)) * links * repeats
+        return measured + len(self._early(chunk)) + (repeats if self.isls else 0)
+
     def run(
         self,
         prompt: SharedPrompt,
         links: dict[str, Link | None],
         tell: Callable[[str], None],
         *,
-        keep: bool,
+        warm_up: bool,
     ) -> None:
-        """Run the steps of all places, one after the other, over each link.
+        """Run the steps of all places, one after the other, over each link: a round.
 
         Args:
             tell: called before each step.
-            keep: whether to store a round; without it the steps run once, to warm up.
+            warm_up: whether shapes are new, so that steps at the first places run once before.
         """
+        self._prepare(prompt, tell, warm_up)
         found: dict[str, Costs] = {name: {} for name in links}
-        while self.isls:
-            longest = self.isls[-1]
-            made = attempt(lambda n=longest: prompt.arrange(self.kind, n))  # type: ignore[misc]
-            if not isinstance(made, Failed):
-                break
-            self.refuse(longest, f"{self.kind}: {made.reason}")
-        if keep and self.isls:
-            # The device's memory is divided anew; the first step pays for that.
-            self._step(prompt, self.places(prompt.chunk)[0], None)
         for place in self.places(prompt.chunk):
             if place.end > max(self.isls, default=0):
                 break  # an earlier step took away what this one was for
-            for name in links if keep else list(links)[:1]:
+            for name, link in links.items():
                 tell(f"{self.kind} at {place.start} over {name}")
-                cost = self._step(prompt, place, links[name])
+                cost = self._step(prompt, place, link)
                 if cost is None:
                     break
                 found[name][place] = cost
-        if keep:
-            for name, costs in found.items():
-                self.rounds.setdefault(name, []).append(costs)
+        for name, costs in found.items():
+            self.rounds.setdefault(name, []).append(costs)
+
+    def _prepare(self, prompt: SharedPrompt, tell: Callable[[str], None], warm_up: bool) -> None:
+        """Make the pool, and run the step that needs most memory.
+
+        With a new pool the device's memory is divided anew, and the first step that needs more
+        than those before it pays for that. Lengths that do not fit are refused.
+        """
+        while self.isls:
+            longest = self.isls[-1]
+            made = attempt(lambda n=longest: prompt.arrange(self.kind, n))  # type: ignore[misc]
+            if isinstance(made, Failed):
+                self.refuse(longest, f"{self.kind}: {made.reason}")
+                continue
+            early = self._early(prompt.chunk) if warm_up else []
+            for place in (*early, self.places(prompt.chunk)[-1]):
+                tell(f"{self.kind} at {place.start} to warm up")
+                self._step(prompt, place, None)
+            if longest in self.isls:
+                return
+
+    def _early(self, chunk: int) -> list[Place]:
+        """Places that differ from the last one in what a step does, not only in how long."""
+        return [place for place in self.places(chunk) if place.start * EARLY < self.isls[-1]]
 
     def _step(self, prompt: SharedPrompt, place: Place, link: Link | None) -> Cost | None:
         cost = attempt(lambda: prompt.run(place, link))

@@ -1,6 +1,6 @@
 """How long a run of `ring-vs-allgather` will take, roughly: said before it starts."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from math import prod
 
 from kllm.bench.prompt_time import Place, places
@@ -15,28 +15,28 @@ LAYER_S = {"cuda": 1e-3, "cpu": 4e-3}  # of a layer's many small operations
 def layout_seconds(
     sweep: Sweep, isls: Sequence[int], links: Sequence[str], repeats: int, limit_s: float
 ) -> float:
-    """Seconds of one layout: loading, a pass to warm up, and its rounds within the limit."""
+    """Seconds of one layout: loading, and its rounds within the limit."""
+    load = LOAD_S[_device(sweep)]
     most = sweep.resolved.config.max_position_embeddings
     found = places([isl for isl in isls if isl <= most], sweep.chunk)
-    passes = [sum(_steps(sweep, found, link)) for link in links]
-    warm, each = passes[0], sum(passes)
-    rounds = max(1.0, min(float(repeats), (limit_s - warm) // each)) if each else 0.0
-    return LOAD_S[_device(sweep)] + warm + rounds * each
+    if not found:
+        return load
+    # Before a round the last step runs once more; before the first one, early ones too.
+    each = sum(_step(sweep, place, link) for place in found for link in links)
+    each += _step(sweep, found[-1], links[0])
+    return load + each * max(1.0, min(float(repeats), limit_s // each))
 
 
-def _steps(sweep: Sweep, found: Sequence[Place], link: str) -> Iterator[float]:
-    """Seconds of the steps of a pass, of each kind: attention, products with weights, the rest."""
-    setting, device = sweep.setting(link), _device(sweep)
-    config = sweep.config
+def _step(sweep: Sweep, place: Place, link: str) -> float:
+    """Seconds of a step of each kind: attention, products with weights, the rest."""
+    setting, device, config = sweep.setting(link), _device(sweep), sweep.config
     # Ranks that all run on a CPU share its cores.
     sharing = config.parallel.cp if config.fidelity == "real" and device == "cpu" else 1
-    for place in found:
-        new = place.end - place.start
-        times = predict_prompt(sweep.attention, setting, tokens=new, cached=place.start)
-        products = 2 * _weights(sweep) * new / setting.ranks / setting.flops
-        rest = (products + LAYER_S[device] * sweep.shape.dims.layers) * sharing
-        for kind in KINDS:
-            yield getattr(times, kind) + rest
+    new = place.end - place.start
+    times = predict_prompt(sweep.attention, setting, tokens=new, cached=place.start)
+    products = 2 * _weights(sweep) * new / setting.ranks / setting.flops
+    rest = (products + LAYER_S[device] * sweep.shape.dims.layers) * sharing
+    return times.ring + times.all_gather + times.replicated + len(KINDS) * rest
 
 
 def _weights(sweep: Sweep) -> float:

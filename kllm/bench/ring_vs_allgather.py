@@ -193,8 +193,7 @@ class RingVsAllGatherBench:
         links: Mapping[str, Link | None],
         title: str,
     ) -> None:
-        steps = {kind: len(arm.places(prompt.chunk)) for kind, arm in arms.items()}
-        total = sum(steps.values()) * (1 + ctx.repeats * len(links))
+        total = sum(arm.steps(prompt.chunk, len(links), ctx.repeats) for arm in arms.values())
         done = 0
 
         def tell(what: str) -> None:
@@ -204,15 +203,14 @@ class RingVsAllGatherBench:
 
         begin = lap = time.monotonic()
         took = 0.0
-        for number in range(-1, ctx.repeats):
+        for number in range(ctx.repeats):
             if number > 0 and lap + took > begin + self.limit_s:
                 fit = f"{number} of {ctx.repeats} rounds fit the limit of {self.limit_s:g} s"
                 record.notes.append(f"{title}: {fit}.")
                 break
             for kind in KINDS if number % 2 == 0 else KINDS[::-1]:
-                arms[kind].run(prompt, dict(links), tell, keep=number >= 0)
-            if number >= 0:
-                self._store(record, arms, links, title, prompt.chunk)
+                arms[kind].run(prompt, dict(links), tell, warm_up=number == 0)
+            self._store(record, arms, links, title, prompt.chunk)
             took, lap = time.monotonic() - lap, time.monotonic()
 
     def _store(

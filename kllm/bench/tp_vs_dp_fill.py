@@ -105,7 +105,7 @@ def fill(config: EngineConfig) -> tuple[Filled, CausalLM]:
         config, resolved, sliced_groups(config, device), number=config.slice_rank, device=device
     )
     budget = rank.budget
-    rank.allocate(budget, None, False)
+    rank.allocate(budget, None, config.parallel.cp_kind)
     try:
         pages = write_all(rank.pool) - SCRATCH
         kv_bytes = rank.pool.nbytes()

@@ -138,9 +138,9 @@ def test_an_interrupt_keeps_the_rounds_that_are_complete(tmp_path: Path) -> None
     rounds = []
 
     def progress(what: str, done: int, total: int) -> None:
-        if "all_gather at 0 " in what:
+        if "all_gather at 0 over" in what:
             rounds.append(what)
-        if len(rounds) == 4:  # the warm-up, two whole rounds, and one that is not complete
+        if len(rounds) == 3:  # two whole rounds, and one that is not complete
             raise KeyboardInterrupt
 
     config = choose(replace(TINY, model="llama-3-8b"), "rank-slice", 2)
@@ -194,10 +194,12 @@ class Short:
     def __init__(self, most: int, pool: int = 1 << 30) -> None:
         self.most, self.pool = most, pool
         self.ran: list[Place] = []
+        self.arranged: list[int] = []
 
     def arrange(self, kind: str, length: int) -> None:
         if length > self.pool:
             raise CapacityError("the pool does not fit")
+        self.arranged.append(length)
 
     def run(self, place: Place, link: object) -> Any:
         if place.end > self.most:
@@ -209,17 +211,33 @@ class Short:
 def test_a_step_without_memory_takes_the_longer_prompts_out() -> None:
     arm = arms_of(KINDS, [512, 1024, 2048])["ring"]
     short: Any = Short(most=1100)
-    arm.run(short, {"a": None}, lambda what: None, keep=False)
+    said: list[str] = []
+    arm.run(short, {"a": None, "b": None}, said.append, warm_up=True)
     assert arm.isls == [512, 1024]
     assert "out of device memory in a step behind" in arm.refused[2048]
-    arm.run(short, {"a": None, "b": None}, lambda what: None, keep=True)
+    assert short.arranged == [2048, 1024], "what is left has a pool of its own"
     assert set(arm.rounds["a"][0]) == set(arm.rounds["b"][0]) == set(arm.places(256))
+
+
+def test_the_largest_step_runs_before_a_round_is_measured() -> None:
+    arm = Arm("ring", [4096])
+    short: Any = Short(most=1 << 30)
+    counts = []
+    for warm_up in (True, False):
+        said: list[str] = []
+        arm.run(short, {"a": None, "b": None}, said.append, warm_up=warm_up)
+        before = [what for what in said if what.endswith("to warm up")]
+        assert before[-1] == "ring at 3840 to warm up"
+        assert said[: len(before)] == before
+        assert warm_up == (before[0] == "ring at 0 to warm up")
+        counts.append(len(said))
+    assert sum(counts) == arm.steps(256, 2, 2)
 
 
 def test_a_pool_without_memory_takes_the_longest_prompt_out() -> None:
     arm = Arm("ring", [512, 1024, 2048])
     short: Any = Short(most=1 << 30, pool=1024)
-    arm.run(short, {"a": None}, lambda what: None, keep=True)
+    arm.run(short, {"a": None}, lambda what: None, warm_up=False)
     assert arm.isls == [512, 1024]
     assert arm.refused == {2048: "ring: the pool does not fit"}
 
