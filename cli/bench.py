@@ -46,6 +46,7 @@ TEXTS = (  # columns of words
 )
 
 NAMES = ("link", "auto")  # columns of single words
+RAN = ("model", "attention", "cp", "chunk", "link", "state")
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure the engine on this machine.")
 
@@ -615,7 +616,8 @@ def _table(series: "Series") -> tuple[str, Any]:
 
     rows = series.rows or ()
     shown = [c for c in series.columns if not c.name.endswith(NOT_SHOWN)]
-    alike = _alike(series) if len(rows) > 1 else {}
+    # All is alike in a single row: there the heading says what ran.
+    alike = {n: cell for n, cell in _alike(series).items() if len(rows) > 1 or n in RAN}
     columns = [c for c in shown if c.name not in alike] or shown
     kept = [series.columns.index(column) for column in columns]
     said = [f"{_heading(c.name)} {alike[c.name]}" for c in shown if alike.get(c.name)]

@@ -9,10 +9,11 @@ import typer
 from typer.testing import CliRunner
 
 from kllm import hardware
-from kllm.cli.bench import _progress, bench_app
+from kllm.cli.bench import _progress, _table, bench_app
 from kllm.cli.doctor import advice, doctor
 from kllm.errors import KllmError
 from kllm.hardware.links import LinkCeilings
+from kllm.results.schema import Series
 
 CEILINGS = hardware.Ceilings(
     device="cpu",
@@ -27,6 +28,17 @@ def run(*args: str) -> str:
     result = CliRunner().invoke(bench_app, args, catch_exceptions=False)
     assert result.exit_code == 0
     return result.stdout
+
+
+def test_columns_that_are_alike_in_all_rows_move_to_the_heading() -> None:
+    about = {"model": "m", "chunk": 8192, "reason": ""}
+    rows = [about | {"prompt_tokens": isl, "ring_tokens_per_s": isl / 2} for isl in (4, 8)]
+    heading, table = _table(Series.of("sweep", rows, {}))
+    assert heading == "sweep, model m, chunk 8192"
+    assert [column.header for column in table.columns] == ["ISL", "ring tok/s"]
+    heading, table = _table(Series.of("sweep", rows[:1], {}))
+    assert heading == "sweep, model m, chunk 8192"
+    assert [column.header for column in table.columns] == ["reason", "ISL", "ring tok/s"]
 
 
 def test_list_names_every_bench_and_its_deciding_variable() -> None:
