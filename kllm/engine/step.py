@@ -52,20 +52,17 @@ def steps_of(
     parts = [[] if plan is None else split_plan(plan, wanted) for plan in plans]
     count = max(map(len, parts))
     micro = [[group[i] if i < len(group) else None for group in parts] for i in range(count)]
-    order = [_sample_order(plan) for plan in plans]
     steps: list[list[MicroStep]] = [[] for _ in plans]
     for row in micro:
         peers = tuple(tokens for plan in row for tokens in rank_tokens(plan, layout, stripes))
         decode_only = all(plan is None or _only_decodes(plan) for plan in row)
         width = max((plan.block_tables.shape[1] for plan in row if plan is not None), default=1)
-        for group, plan in enumerate(row):
+        for group, (whole, part) in enumerate(zip(plans, row, strict=True)):
             sampled = np.zeros(0, np.int64)
-            if plan is not None:
-                pairs = zip(plan.requests, plan.samples.tolist(), strict=True)
-                found = [order[group][id(request)] if yes else -1 for request, yes in pairs]
-                sampled = np.array(found, np.int64)
-                plan = replace(plan, requests=())
-            steps[group].append(MicroStep(plan, sampled, peers, decode_only, width))
+            if whole is not None and part is not None:
+                sampled = _sampled_indices(whole, part)
+                part = replace(part, requests=())
+            steps[group].append(MicroStep(part, sampled, peers, decode_only, width))
     return [tuple(group) for group in steps]
 
 
@@ -107,11 +104,14 @@ def _last_token_ranks(plan: Plan, stripes: Stripes) -> NDArray[np.int64]:
     return ranks
 
 
-def _sample_order(plan: Plan | None) -> dict[int, int]:
-    if plan is None:
-        return {}
-    pairs = zip(plan.requests, plan.samples.tolist(), strict=True)
-    return {id(request): i for i, request in enumerate(r for r, yes in pairs if yes)}
+def _sampled_indices(whole: Plan, part: Plan) -> NDArray[np.int64]:
+    """[B of part] the index of each request among those that `whole` samples; -1: not sampled."""
+    order = np.where(whole.samples, np.cumsum(whole.samples) - 1, -1)
+    if part is whole:  # every step of a single stage: no loop over requests
+        return order
+    found = dict(zip(map(id, whole.requests), order.tolist(), strict=True))
+    mine = np.array([found[id(request)] for request in part.requests], np.int64)
+    return np.where(part.samples, mine, -1)
 
 
 def _only_decodes(plan: Plan) -> bool:
