@@ -59,6 +59,7 @@ def models(
         device = Device(
             name=gpu,
             memory_bytes=memory_gb * 1e9 or preset.memory_bytes,
+            memory_bytes_per_s=preset.memory_bytes_per_s,
             matmul_flops=preset.matmul_flops,
             link=preset.peers if link == "auto" else parse_link(link),
         )

@@ -10,11 +10,11 @@ from kllm.models.load import ResolvedModel
 from kllm.models.shape import model_shape
 from kllm.parallel.gpus import GPUS
 from kllm.parallel.link import Link, measured_link, parse_link
-from kllm.parallel.overlap import Setting, choose_cp_kind
+from kllm.parallel.overlap import BLOCK_CALL_S, Setting, choose_cp_kind
 
 ACHIEVED = 0.6  # what block attention reaches of the matmul rate
-CALL_S = {"cuda": 5e-6, "cpu": 50e-6}  # of one more kernel call
 UNMEASURED_CPU = 50e9  # FLOP/s
+UNMEASURED_CPU_MEMORY = 10e9  # bytes/s
 LOOPBACK = Link(latency_s=200e-6, bytes_per_s=1e9)  # gloo between processes of one machine
 TYPICAL_PREFIX = 4  # chunks that are there already when a typical one runs
 
@@ -46,7 +46,8 @@ def cp_setting(config: EngineConfig, resolved: ResolvedModel) -> Setting:
         link=_link(config, device),
         tp=layout.tp,
         kv_dtype=resolved.kv_dtype,
-        call_s=CALL_S[device],
+        call_s=BLOCK_CALL_S,
+        memory_bytes_per_s=_memory_rate(device),
     )
 
 
@@ -55,6 +56,13 @@ def _matmul_rate(device: str, dtype: str) -> float:
     if found is not None:
         return found.matmul(dtype)
     return GPUS["h200"].matmul_flops if device == "cuda" else UNMEASURED_CPU
+
+
+def _memory_rate(device: str) -> float:
+    found = cached_ceilings(device)
+    if found is not None:
+        return found.copy_bytes_per_s
+    return GPUS["h200"].memory_bytes_per_s if device == "cuda" else UNMEASURED_CPU_MEMORY
 
 
 def _link(config: EngineConfig, device: str) -> Link:

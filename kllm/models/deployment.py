@@ -10,6 +10,7 @@ from kllm.parallel.footprint import BITS, STORED, Capacity, ModelShape, capacity
 from kllm.parallel.layout import check, short_name
 from kllm.parallel.link import Link
 from kllm.parallel.overlap import (
+    BLOCK_CALL_S,
     Chunk,
     Setting,
     Times,
@@ -25,7 +26,6 @@ from kllm.registry import Registry
 # What block attention reaches of the makers' matmul rate, for times of rings. A measured rate is
 # better wherever there is one.
 ACHIEVED = 0.6
-CALL_S = 5e-6  # of one more kernel call: launch and merge
 TOKENS_SEARCHED = (256.0, float(1 << 20))  # where break-even prompts are looked for
 BANDWIDTHS_SEARCHED = (1e9, 4e12)  # bytes a second
 
@@ -39,6 +39,7 @@ class Device:
 
     name: str
     memory_bytes: float
+    memory_bytes_per_s: float
     matmul_flops: float
     link: Link
 
@@ -201,7 +202,8 @@ def _sequence(
         link=device.link,
         tp=layout.tp,
         kv_dtype=kv_dtype,
-        call_s=CALL_S,
+        call_s=BLOCK_CALL_S,
+        memory_bytes_per_s=device.memory_bytes_per_s,
     )
 
     def by_tokens(tokens: float) -> Times:

@@ -13,7 +13,7 @@ from kllm.models.glm_moe_dsa_config import DENSE, FULL, SHARED, GlmMoeDsaConfig
 from kllm.models.llama import LlamaConfig
 from kllm.parallel.footprint import BEHIND, EMBEDDING, ModelShape, RequestState, TokenState, Weights
 from kllm.parallel.layout import Dimensions
-from kllm.parallel.overlap import AttentionShape, Phase
+from kllm.parallel.overlap import PICK_BYTES, AttentionShape, Phase
 from kllm.quant.entry import DTYPE_BYTES
 
 Entries = Mapping[str, Mapping[str, float]]  # bytes of an entry by state and KV dtype
@@ -143,6 +143,7 @@ def _llama(c: LlamaConfig, entries: Entries, common: dict[str, Any]) -> ModelSha
         name="keys and values",
         entry_bytes=entries["kv"],
         pair_flops=4.0 * c.num_attention_heads * c.head_dim,
+        row_bytes=_state_bytes(c.num_attention_heads, c.head_dim),
         split_entries=True,
     )
     layers = tuple(range(c.num_hidden_layers))
@@ -192,12 +193,18 @@ def _latent_attention(c: GlmMoeDsaConfig, entries: Entries) -> tuple[AttentionSh
     absorbed = 2.0 * heads * (c.entry_width + latent)
     expanded = 2.0 * heads * (c.qk_head_dim + c.v_head_dim)
     expanding = 2.0 * heads * (c.qk_nope_head_dim + c.v_head_dim) * latent
-    dense = Phase(name="latents", entry_bytes=entries[LATENT], pair_flops=absorbed)
+    dense = Phase(
+        name="latents",
+        entry_bytes=entries[LATENT],
+        pair_flops=absorbed,
+        row_bytes=_state_bytes(heads, latent),
+    )
     form = Phase(
         name="latents, expanded",
         entry_bytes=entries[LATENT],
         pair_flops=expanded,
         entry_flops=expanding,
+        row_bytes=_state_bytes(heads, c.v_head_dim),
     )
     if c.indexer is None:
         return (
@@ -207,6 +214,7 @@ def _latent_attention(c: GlmMoeDsaConfig, entries: Entries) -> tuple[AttentionSh
         name="index keys",
         entry_bytes=entries[INDEX_KEY],
         pair_flops=2.0 * c.indexer.heads * c.indexer.head_dim,
+        row_bytes=PICK_BYTES * c.indexer.topk,
         split_work=False,
     )
     chosen = Phase(
@@ -214,6 +222,7 @@ def _latent_attention(c: GlmMoeDsaConfig, entries: Entries) -> tuple[AttentionSh
         entry_bytes=entries[LATENT],
         pick_flops=absorbed,
         picks=c.indexer.topk,
+        row_bytes=_state_bytes(heads, latent),
     )
     found = (
         AttentionShape(name="DSA", layers=c.layers_of(FULL), phases=(index, chosen)),
@@ -222,13 +231,20 @@ def _latent_attention(c: GlmMoeDsaConfig, entries: Entries) -> tuple[AttentionSh
     return tuple(kind for kind in found if kind.layers)
 
 
+def _state_bytes(heads: int, value_dim: int) -> float:
+    """A row's softmax state in float32, read and written once."""
+    return 2.0 * 4.0 * heads * (value_dim + 2)
+
+
 def _deepseek_v4(c: DeepseekV4Config, entries: Entries, common: dict[str, Any]) -> ModelShape:
     attend = 4.0 * c.num_attention_heads * c.head_dim  # an entry is key and value
+    state = _state_bytes(c.num_attention_heads, c.head_dim)
     index = Phase(
         name="index keys",
         entry_bytes=entries[c.index_compression.state],
         tokens_per_entry=c.csa_ratio,
         pair_flops=2.0 * c.index_n_heads * c.index_head_dim,
+        row_bytes=PICK_BYTES * c.index_topk,
         split_work=False,
     )
     chosen = Phase(
@@ -237,9 +253,14 @@ def _deepseek_v4(c: DeepseekV4Config, entries: Entries, common: dict[str, Any]) 
         tokens_per_entry=c.csa_ratio,
         pick_flops=attend,
         picks=c.index_topk,
+        row_bytes=state,
     )
     every = Phase(
-        name="entries", entry_bytes=entries["hca"], tokens_per_entry=c.hca_ratio, pair_flops=attend
+        name="entries",
+        entry_bytes=entries["hca"],
+        tokens_per_entry=c.hca_ratio,
+        pair_flops=attend,
+        row_bytes=state,
     )
     found = (
         AttentionShape(name="CSA", layers=c.layers_of("csa"), phases=(index, chosen)),

@@ -11,6 +11,7 @@ class GpuPreset:
     """A maker's figures of one GPU."""
 
     memory_bytes: float
+    memory_bytes_per_s: float
     matmul_flops: float  # bfloat16, dense, per second
     link: str  # to the GPUs of the same host: a key of LINKS
 
@@ -25,9 +26,17 @@ class GpuPreset:
 GPUS = Registry(
     "GPU",
     {
-        "h100": GpuPreset(memory_bytes=80e9, matmul_flops=989e12, link="nvlink4"),
-        "h200": GpuPreset(memory_bytes=141e9, matmul_flops=989e12, link="nvlink4"),
-        "b200": GpuPreset(memory_bytes=180e9, matmul_flops=2250e12, link="nvlink5"),
-        "b300": GpuPreset(memory_bytes=288e9, matmul_flops=2250e12, link="nvlink5"),
+        "h100": GpuPreset(
+            memory_bytes=80e9, memory_bytes_per_s=3.35e12, matmul_flops=989e12, link="nvlink4"
+        ),
+        "h200": GpuPreset(
+            memory_bytes=141e9, memory_bytes_per_s=4.8e12, matmul_flops=989e12, link="nvlink4"
+        ),
+        "b200": GpuPreset(
+            memory_bytes=180e9, memory_bytes_per_s=8e12, matmul_flops=2250e12, link="nvlink5"
+        ),
+        "b300": GpuPreset(
+            memory_bytes=288e9, memory_bytes_per_s=8e12, matmul_flops=2250e12, link="nvlink5"
+        ),
     },
 )

@@ -14,7 +14,8 @@ With H query heads, G KV heads, head size D, e bytes an element, C operations an
     all-gather sends    (N-1)/N of 2 (T+P) G D e       in one call, never hidden
     replicated sends    (N-1)/N of 2 T G D e           likewise, for N times the memory
 
-A ring sends as many bytes as all-gather: it hides them, and pays N - 1 calls for it.
+A ring sends as many bytes as all-gather: it hides them, and pays for it with N - 1 more calls and
+with what every row carries from block to block: the softmax state, and its selection.
 
 Sources: Liu et al. 2023 (Ring Attention); Yang et al. 2024 (arXiv 2411.01783), pass-KV and pass-Q.
 For latent, sparse and compressed attention the same is worked out from what a pair of query and
@@ -28,6 +29,11 @@ from dataclasses import dataclass
 from kllm.parallel.link import Link, all_gather_bytes
 
 RING, ALL_GATHER, REPLICATED = "ring", "all_gather", "replicated"
+# Bytes of memory traffic for each entry a row has selected, and block: the lists are merged, sorted
+# and read again. Fitted to GLM-5.2's DSA on an H200 (2048 entries, 1024 and 8192 rows a rank).
+PICK_BYTES = 180.0
+# What one more block costs at least, measured there: launches from Python.
+BLOCK_CALL_S = 75e-6
 GRID = 8  # points a doubling when a range is searched for crossings
 BISECTIONS = 40
 
@@ -37,7 +43,8 @@ class Phase:
     """One pass of attention over the entries of a prompt. Unsplit; operations are FLOPs.
 
     `pair_flops` is paid for each query row and visible entry, `pick_flops` for each row and entry
-    that it has selected (at most `picks`), `entry_flops` once for each entry on each rank.
+    that it has selected (at most `picks`), `entry_flops` once for each entry on each rank,
+    `row_bytes` of memory traffic for each row and block: what a row carries from block to block.
     """
 
     name: str
@@ -47,6 +54,7 @@ class Phase:
     pick_flops: float = 0.0
     picks: int = 0
     entry_flops: float = 0.0
+    row_bytes: float = 0.0
     split_entries: bool = False  # whether TP cuts the entries by heads
     split_work: bool = True  # whether TP cuts the work by heads
 
@@ -73,7 +81,8 @@ class Setting:
     link: Link
     tp: int = 1
     kv_dtype: str = "bfloat16"  # of the entries: they travel as they are stored
-    call_s: float = 0.0  # what one more kernel call costs: launch and merge
+    call_s: float = 0.0  # what one more block costs: launches and merging
+    memory_bytes_per_s: float = math.inf  # for what rows carry from block to block
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -280,8 +289,10 @@ def _phase_times(phase: Phase, chunk: Chunk, setting: Setting) -> Times:
     compute, entries = _block(phase, chunk, setting)
     size = _entry_bytes(phase, setting)
     hop = setting.link.seconds(size * entries, "ring_shift") if n > 1 else 0.0
-    step = compute + setting.call_s
-    at_once = n * compute + setting.call_s
+    split = setting.tp if phase.split_work else 1
+    carried = chunk.new / n * phase.row_bytes / split / setting.memory_bytes_per_s
+    step = compute + setting.call_s + carried
+    at_once = n * compute + setting.call_s + carried
 
     def gather(count: float) -> float:
         sent = all_gather_bytes(count * size, n)

@@ -251,7 +251,13 @@ def test_redundant_experts_cost_their_share(glm: ModelShape) -> None:
 
 
 def test_a_deployment_chooses_its_kind_of_context_parallelism() -> None:
-    device = Device(name="h200", memory_bytes=141e9, matmul_flops=989e12, link=LINK)
+    device = Device(
+        name="h200",
+        memory_bytes=141e9,
+        memory_bytes_per_s=4.8e12,
+        matmul_flops=989e12,
+        link=LINK,
+    )
     found = deployment(
         "glm-5.2",
         parse("cp=8,ep=8"),
