@@ -38,7 +38,7 @@ from kllm.attention.latent import LatentHeads, LatentSoftmax, expanding_pays
 from kllm.attention.mla_ring import attend_travelling
 from kllm.attention.ring import causal_span, find_shards, ring_context, sharded_context
 from kllm.attention.ring_selection import select_travelling
-from kllm.attention.rings import Chunk, chunks
+from kllm.attention.rings import Chunk, chunks, prompts
 
 LATENT = "latent"  # paged state: latent, then rotary key
 INDEX_KEY = "index_key"  # paged state of the indexer
@@ -82,7 +82,7 @@ def select(ctx: ForwardContext, layer: int, index: IndexQuery) -> Selection:
         return Selection(index.topk, decodes, _select_travelling(ctx, layer, index))
     parts: list[Tensor | None] = []
     gathered = gather_prompts(ctx, index.state, layer) if gathers(ctx) else None
-    for runs in _by_prompt(ctx):
+    for runs in prompts(ctx):
         if runs[-1].end <= index.topk:
             parts += [None] * len(runs)
             continue
@@ -166,7 +166,7 @@ def attend(
         return out
     chosen = {run.request: ids for run, ids in zip(chunks(ctx), selected, strict=True)}
     gathered = gather_prompts(ctx, LATENT, layer) if gathers(ctx) else None
-    for runs in _by_prompt(ctx):
+    for runs in prompts(ctx):
         stored = _entries(ctx, LATENT, layer, runs[-1], gathered)
         _attend_runs(q, stored, heads, runs, chosen, out)
     return out
@@ -198,17 +198,6 @@ def _attend_runs(
         topk = None if ids is None else ids.shape[1]
         form = _expanded if expanding_pays(heads, [run], run.end, topk) else _absorbed
         out[run.rows] = form(q[run.rows], stored[: run.end], heads, run, ids)
-
-
-def _by_prompt(ctx: ForwardContext) -> list[list[Chunk]]:
-    """The step's chunks, those that are stretches of one prompt together."""
-    found: list[list[Chunk]] = []
-    for chunk in chunks(ctx):
-        if found and chunk.piece >= 0 and chunk.piece == found[-1][0].piece:
-            found[-1].append(chunk)
-        else:
-            found.append([chunk])
-    return found
 
 
 def _decode_slots(ctx: ForwardContext) -> Tensor:
