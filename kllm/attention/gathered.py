@@ -117,5 +117,5 @@ def _order(
     """[count] int64: where a request's entries stand among the ranks' blocks of `block` each."""
     ids = torch.arange(count, device=device)
     ranks = entry_ranks(stripes, ids)
-    starts = torch.tensor([rank * block + part.start for rank, part in enumerate(parts)])
-    return to_device(starts.numpy(), device)[ranks] + entry_places(stripes, ids)
+    starts = np.array([rank * block + part.start for rank, part in enumerate(parts)])
+    return to_device(starts, device)[ranks] + entry_places(stripes, ids)

@@ -176,7 +176,7 @@ def _newest(ctx: ForwardContext, length: int) -> Tensor:
         for chunk in chunks(ctx):
             first = max(chunk.rows.start, chunk.rows.stop - length)
             parts.append(np.arange(first, chunk.rows.stop))
-        ctx.shared[key] = torch.from_numpy(np.concatenate(parts)).to(ctx.positions.device)
+        ctx.shared[key] = to_device(np.concatenate(parts), ctx.positions.device)
     found: Tensor = ctx.shared[key]
     return found
 

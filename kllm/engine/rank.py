@@ -5,9 +5,10 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from kllm.attention.context import ForwardContext
+from kllm.attention.context import ForwardContext, to_device
 from kllm.cache.handover import hand_over
 from kllm.cache.pool import KVPool
 from kllm.config import EngineConfig, ParallelConfig
@@ -31,9 +32,9 @@ class Share:
     """A rank's part of one micro-batch."""
 
     plan: Plan
-    sampled: np.ndarray  # [B] index among the step's sampled requests; -1: not sampled here
-    places: np.ndarray | None
-    step: SequenceStep | None
+    sampled: NDArray[np.int64]  # [B] index among the step's sampled requests; -1: not sampled here
+    places: NDArray[np.int64] | None  # [T] as `LocalPlan.places`; None: at their positions
+    step: SequenceStep | None  # with context parallelism
 
 
 @dataclass(frozen=True, slots=True)
@@ -242,12 +243,17 @@ class Rank:
         return self.model.logits(wanted) if len(wanted) else None
 
 
-def sampled_rows(state: Tensor, plan: Plan, here: np.ndarray) -> Tensor:
-    """The states [S, ...] of the last tokens of the requests that are sampled."""
+def sampled_rows(state: Tensor, plan: Plan, here: NDArray[np.bool_]) -> Tensor:
+    """The states [S, ...] of the last tokens of the requests that are sampled.
+
+    Args:
+        state: [T, ...].
+        here: [B] which requests are sampled.
+    """
     if here.all() and plan.num_tokens == len(here):
         return state
     last = np.cumsum(plan.query_lens, dtype=np.int64)[here] - 1
-    return state[torch.from_numpy(last).to(state.device)]
+    return state[to_device(last, state.device)]
 
 
 def idle_plan(scratch_page: int, scratch_row: int) -> Plan:
