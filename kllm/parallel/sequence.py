@@ -89,13 +89,13 @@ def local_plan(
         zero = np.zeros(1, np.int64)
         positions, tokens, places = [zero], [zero], [zero]
     num_decodes = len(origin)
+    step = SequenceStep(rank, stripes, kind, (), plan.rows[n:], plan.shard_tables[rank][n:])
     pieces = []
     for i in range(n, len(plan.query_lens)):
         end = int(plan.context_lens[i])
         start = end - int(plan.query_lens[i])
         first = len(origin)
         piece = Piece(start, end, int(plan.owners[i]), slice(0), bool(plan.samples[i]))
-        step = SequenceStep(rank, stripes, kind, (), plan.rows[n:], tables[n:])
         for a, b in stripes.runs(rank, start, end):
             span = np.arange(a, b)
             positions.append(span)
@@ -121,10 +121,7 @@ def local_plan(
         samples=np.array(samples, np.bool_),
         requests=tuple(plan.requests[i] for i in origin) if plan.requests else (),
     )
-    shared = slice(n, len(plan.query_lens))
-    step = SequenceStep(
-        rank, stripes, kind, tuple(pieces), plan.rows[shared], plan.shard_tables[rank][shared]
-    )
+    step = replace(step, pieces=tuple(pieces))
     return LocalPlan(local, np.concatenate(places), index, step)
 
 
