@@ -67,10 +67,13 @@ class Selection:
 
 def must_select(ctx: ForwardContext, topk: int) -> bool:
     """Whether any token may see more than `topk` entries, on any rank of sharded prompts."""
+    return _shards_select(ctx, topk) or bool((ctx.context_lens_host > topk).any())
+
+
+def _shards_select(ctx: ForwardContext, topk: int) -> bool:
+    """Whether a token of sharded prompts sees more than `topk` entries: the same on all ranks."""
     sequence = sharded_context(ctx)
-    if sequence and any(piece.end > topk for piece in sequence.step.pieces):
-        return True
-    return bool((ctx.context_lens_host > topk).any())
+    return sequence is not None and any(piece.end > topk for piece in sequence.step.pieces)
 
 
 def select(ctx: ForwardContext, layer: int, index: IndexQuery) -> Selection:
@@ -81,7 +84,10 @@ def select(ctx: ForwardContext, layer: int, index: IndexQuery) -> Selection:
     if ring_context(ctx):
         return Selection(index.topk, decodes, _select_travelling(ctx, layer, index))
     parts: list[Tensor | None] = []
-    gathered = gather_prompts(ctx, index.state, layer) if gathers(ctx) else None
+    gathered = None
+    # A rank may be here for its decodes alone: what is exchanged rests on what all ranks know.
+    if gathers(ctx) and _shards_select(ctx, index.topk):
+        gathered = gather_prompts(ctx, index.state, layer)
     for runs in prompts(ctx):
         if runs[-1].end <= index.topk:
             parts += [None] * len(runs)

@@ -96,3 +96,18 @@ def test_owners_decode_while_other_prompts_go_on(name: str, kind: str) -> None:
         torch.testing.assert_close(
             logits, alone(name, tuple(prompt))[: len(logits)], **tolerance(name)
         )
+
+
+@KINDS
+def test_a_long_request_decodes_beside_a_prompt_too_short_to_select(kind: str) -> None:
+    """Only the owner of the first has an indexer to ask; the ranks still exchange the same."""
+    name, short = "glm_moe_dsa", OTHER[:5]
+    model = network(name)
+    assert len(short) <= model.config.indexer.topk < len(PROMPT)
+    harness = SequenceHarness(model, 2, kind=kind, owners=[1, 0], max_len=301)
+    harness.run(PROMPT, [300])
+    harness.finish([0])
+    got = harness.step({0: PROMPT[-1:], 1: short}, decodes={0})
+    for found, prompt in ((got[0], PROMPT), (got[1], short)):
+        want = alone(name, tuple(prompt))[-len(found) :]
+        torch.testing.assert_close(found, want, **tolerance(name))
