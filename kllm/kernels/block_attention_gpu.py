@@ -64,6 +64,9 @@ def runs(
 
     Neither is known from versions alone: which sizes a library was built for, and in which base
     its logarithm is, have changed; and FlashInfer compiles when it is first called.
+
+    Raises:
+        torch.OutOfMemoryError: when there is no memory to try it; the next call tries again.
     """
     if torch.cuda.get_device_capability(device)[0] != 9 or dtype == torch.float32:
         return False
@@ -78,6 +81,8 @@ def runs(
     for causal in (False, True):
         try:
             out, lse = LIBRARIES[name](q, k, v, dim**-0.5, causal)
+        except torch.OutOfMemoryError:
+            raise  # a RuntimeError too, but no reason to do without the library from now on
         except (RuntimeError, ValueError, ImportError, OSError):
             return False
         want = SoftmaxState.empty(count, group, value_dim, device)
