@@ -98,6 +98,9 @@ class RankPool:
 
         The same object for several ranks is pickled once.
 
+        Args:
+            timeout_s: until all have answered; None: that of a step, `kllm.env.step_timeout_s`.
+
         Raises:
             torch.OutOfMemoryError: when a rank ran out of device memory.
             KllmError: what a rank reported, or a `WorkerError` when one died, hung or fell silent;
@@ -114,14 +117,15 @@ class RankPool:
                     data = packed[id(message)] = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
                 with contextlib.suppress(OSError):  # dead: noticed when its answer is awaited
                     rank.connection.send_bytes(data)
-            return self._answers(ranks, timeout_s or env.step_timeout_s())
+            return self._answers(ranks, timeout_s)
         except BaseException:
             self.kill()  # the ranks wait for each other, and no later answer could be trusted
             raise
 
-    def _answers(self, ranks: Sequence[RankLink], timeout_s: float) -> list[Any]:
+    def _answers(self, ranks: Sequence[RankLink], timeout_s: float | None) -> list[Any]:
         answers: dict[int, Any] = {}
-        deadline = time.monotonic() + timeout_s
+        limit_s = env.step_timeout_s() if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit_s
         for rank in ranks:
             rank.heard_s = time.monotonic()
         by_connection = {rank.connection: i for i, rank in enumerate(ranks)}
@@ -147,10 +151,7 @@ class RankPool:
                     )
             if waiting and now > deadline:
                 late = sorted(by_connection[connection] for connection in waiting)
-                raise WorkerError(
-                    f"ranks {late} did not finish a step within {timeout_s:.0f} s and the job was "
-                    "ended; set KLLM_STEP_TIMEOUT_S higher if steps may take that long"
-                )
+                raise WorkerError(_too_late(late, limit_s, step=timeout_s is None))
         return [answers[i] for i in range(len(ranks))]
 
     def _read(self, i: int) -> Any:
@@ -205,6 +206,18 @@ class RankPool:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _too_late(ranks: Sequence[int], limit_s: float, *, step: bool) -> str:
+    if step:
+        return (
+            f"ranks {ranks} did not finish a step within {limit_s:.0f} s and the job was ended; "
+            "set KLLM_STEP_TIMEOUT_S higher if steps may take that long"
+        )
+    return (
+        f"ranks {ranks} were not set up within {limit_s:.0f} s and the job was ended; are the "
+        "link between them and the disk with the weights well?"
+    )
 
 
 def launch(world: int) -> RankPool:

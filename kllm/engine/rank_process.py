@@ -13,12 +13,14 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Client, Connection
 from typing import Any
 
 import torch
 
+from kllm import env
 from kllm.config import EngineConfig
 from kllm.core import Request
 from kllm.engine.memory import KVBudget
@@ -149,7 +151,10 @@ def serve(connection: Connection, number: int) -> None:
         except Exception as error:  # noqa: BLE001 - whatever it is, the engine must hear of it
             memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
             text = str(error).strip().splitlines()
-            send(Failure(type(error).__name__, text[0] if text else repr(error), memory))
+            message = text[0] if text else repr(error)
+            if env.debug():  # only this process knows where it happened
+                message += "\n" + traceback.format_exc()
+            send(Failure(type(error).__name__, message, memory))
 
 
 def _listen(connection: Connection, inbox: "queue.Queue[bytes]") -> None:

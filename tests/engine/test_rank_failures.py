@@ -18,6 +18,7 @@ from kllm.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConf
 from kllm.core import SamplingParams
 from kllm.engine.engine import Engine
 from kllm.engine.rank_pool import RankPool, launch
+from kllm.engine.rank_protocol import Settle
 from kllm.errors import ConfigError, DataError, WorkerError
 from tests.engine.layout_cases import answers, checkpoint
 
@@ -106,6 +107,24 @@ def test_a_hung_step_ends_the_job(
     running.add([5] * 20, SamplingParams(max_tokens=4))
     with pytest.raises(WorkerError, match="did not finish a step within 0 s"):
         running.step()
+
+
+def test_ranks_that_are_not_set_up_in_time_end_the_job(
+    model: Path, pool: RankPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sentence does not send anybody to the time limit of steps."""
+    monkeypatch.setattr("kllm.engine.multi_rank.BUILD_TIMEOUT_S", 0.0)
+    with pytest.raises(WorkerError, match="were not set up within 0 s") as caught:
+        engine(model, pool)
+    assert "KLLM_STEP_TIMEOUT_S" not in str(caught.value)
+
+
+def test_debug_mode_tells_where_a_rank_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The traceback exists in the rank's process only."""
+    monkeypatch.setenv("KLLM_DEBUG", "1")
+    with launch(2) as ranks, pytest.raises(WorkerError, match="Traceback") as caught:
+        ranks.call([Settle(), Settle()])
+    assert "rank_process.py" in str(caught.value)
 
 
 def test_ranks_end_with_the_engines_process(model: Path) -> None:
