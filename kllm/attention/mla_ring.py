@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kllm.attention.context import ForwardContext
 from kllm.attention.latent import LatentHeads, LatentSoftmax, expanding_pays
-from kllm.attention.ring import RingPiece, Shards, find_shards, travelling, unpack_part
+from kllm.attention.ring import ShardedPiece, Shards, find_shards, travelling, unpack_part
 from kllm.cache.shards import entry_places, entry_ranks
 
 LOCATED = "located selection"  # in a step's shared values
@@ -40,7 +40,7 @@ class _Located:
 class _Job:
     """One piece's queries and what they have taken in."""
 
-    piece: RingPiece
+    piece: ShardedPiece
     softmax: LatentSoftmax
     chosen: tuple[_Located | None, ...]  # of each run; None: it attends to all it sees
 

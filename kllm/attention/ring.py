@@ -9,6 +9,9 @@ What a run of queries (a stretch of a piece) sees of a shard is always a prefix 
 shards are in the order of positions: of a foreign shard the same for the whole run, as no entry of
 another rank lies within it; of the own shard one that grows along the run.
 
+How entries are spread (`find_shards`) is the same where they are gathered and do not travel
+(`kllm.attention.gathered`).
+
 Source: Liu et al. 2023 (ring attention); the state that is carried: `kernels.SoftmaxState`.
 """
 
@@ -30,7 +33,7 @@ UNPACK_BYTES = 1 << 28  # bounds what unpacking fp8 entries takes besides its re
 
 
 @dataclass(frozen=True, slots=True)
-class RingPiece:
+class ShardedPiece:
     """A prompt chunk of the group, as this rank sees it."""
 
     rows: slice  # this rank's tokens of it in the flat batch; empty: it has none
@@ -47,14 +50,14 @@ class Shards:
     tokens: Stripes  # the deal of tokens
     entries: Stripes  # the deal of entries
     ratio: int  # tokens an entry
-    pieces: tuple[RingPiece, ...]
+    pieces: tuple[ShardedPiece, ...]
     slots: Tensor  # [longest block] int64, this rank's entries; the padding repeats slot 0
 
     def visible(self, run: Chunk, source: int) -> int:
         """How many entries of the shard of `source` the last query of a run sees."""
         return self.entries.count(source, run.end // self.ratio)
 
-    def spans(self, piece: RingPiece, source: int) -> list[Span]:
+    def spans(self, piece: ShardedPiece, source: int) -> list[Span]:
         """What the piece's queries see of the part of it that `source` holds.
 
         Rows count from the first of the piece's, keys from the first of the part.
@@ -108,7 +111,7 @@ def _find_shards(ctx: ForwardContext, sequence: SequenceContext, ratio: int) -> 
             filled[rank] += count
         mine = tuple(run for run in runs if run.piece == i)
         rows = slice(mine[0].rows.start, mine[-1].rows.stop) if mine else slice(0, 0)
-        pieces.append(RingPiece(rows, mine, piece.end, tuple(parts)))
+        pieces.append(ShardedPiece(rows, mine, piece.end, tuple(parts)))
         slots.append(held_slots(step, i, sequence.block_tables, ctx.pool.page_size, ratio))
     padding = max(filled) - filled[step.rank]
     slots.append(torch.zeros(padding, dtype=torch.int64, device=ctx.positions.device))

@@ -12,7 +12,7 @@ from torch import Tensor
 from kllm import kernels
 from kllm.attention.context import ForwardContext
 from kllm.attention.indexing import IndexQuery
-from kllm.attention.ring import RingPiece, Shards, travelling, unpack_part
+from kllm.attention.ring import ShardedPiece, Shards, travelling, unpack_part
 from kllm.cache.shards import entry_places, entry_ranks, held_entries
 from kllm.kernels import Span
 
@@ -79,7 +79,7 @@ def select_travelling(
 
 
 def _add_span(
-    best: _Best, piece: RingPiece, span: Span, keys: Tensor, ids: Tensor, index: IndexQuery
+    best: _Best, piece: ShardedPiece, span: Span, keys: Tensor, ids: Tensor, index: IndexQuery
 ) -> None:
     """Score the keys [s, D] of one rank for a span of a piece's queries, in blocks of these."""
     size = max(1, BLOCK_BYTES // (16 * len(keys)))
