@@ -28,6 +28,7 @@ from kllm.models.random import fill_random
 from kllm.models.shape import collect_weights
 from kllm.models.weights import SafetensorsFolder, fill
 from kllm.parallel.footprint import BEHIND, weight_bytes
+from kllm.parallel.link import MEASURED, parse_link
 
 # Share of free device memory that `auto` gives to weights; the rest is for KV and activations.
 WEIGHT_SHARE = 0.8
@@ -64,13 +65,15 @@ def resolve(config: EngineConfig) -> ResolvedModel:
     """Find the model, check the settings against it, choose what is left to `auto`.
 
     Raises:
-        ConfigError: unknown model or scale, an unsupported or broken config.
+        ConfigError: unknown model, scale or link, an unsupported or broken config.
         DataError: a GGUF file that cannot be read.
         DependencyError: the package with a preset's weights is not installed.
         CapacityError: the asked device is not there.
     """
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
+    if config.fidelity == "rank-slice" or config.link != MEASURED:
+        parse_link(config.link, device.type)  # before anything is loaded or measured
     name, path, data = _locate(config)
     model_type, family, full = _family_config(name, data)
     if path is not None and config.scale not in ("auto", "full"):

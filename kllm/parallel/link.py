@@ -19,6 +19,8 @@ from kllm.errors import ConfigError
 from kllm.registry import Registry
 
 MEASURED = "measured"  # the link that was measured on this machine
+# What a user may name. Anything slower is a mistaken unit, and a slice would sleep for hours.
+SLOWEST_S, SLOWEST_BYTES_PER_S = 0.1, 1e6
 # Point-to-point calls take the time of a shift along a ring of which they are one hop.
 MEASURED_AS = {"send": "ring_shift", "receive": "ring_shift"}
 
@@ -96,14 +98,25 @@ def parse_link(text: str, device: str = "auto") -> Link:
         return measured_link(device)
     latency, colon, bandwidth = text.partition(":")
     if not colon:
+        if text not in LINKS:
+            raise ConfigError(
+                f"unknown link '{text}'; known: {', '.join(sorted(LINKS))}, {MEASURED}, or seconds "
+                "and bytes per second as 5e-6:100e9"
+            )
         return LINKS[text]
     try:
-        return Link(latency_s=float(latency), bytes_per_s=float(bandwidth))
+        link = Link(latency_s=float(latency), bytes_per_s=float(bandwidth))
     except ValueError:
         raise ConfigError(
             f"link '{text}' cannot be read; give a name ({', '.join(sorted(LINKS))}, {MEASURED}) "
             "or seconds and bytes per second as 5e-6:100e9"
         ) from None
+    if link.latency_s > SLOWEST_S or not SLOWEST_BYTES_PER_S <= link.bytes_per_s < math.inf:
+        raise ConfigError(
+            f"link '{text}' joins no ranks: the latency is in seconds, at most {SLOWEST_S:g}, and "
+            f"the bandwidth in bytes per second, at least {SLOWEST_BYTES_PER_S:g}, as 5e-6:100e9"
+        )
+    return link
 
 
 def measured_link(device: str = "auto") -> Link:

@@ -105,13 +105,16 @@ def test_links_are_read_by_name_or_as_two_numbers() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("nvlink9", "unknown link 'nvlink9'; known: ib400, nvlink4, nvlink5, pcie5"),
+        ("nvlink9", "unknown link 'nvlink9'; known: ib400, nvlink4, nvlink5, pcie5, measured,"),
         ("fast:1e9", "link 'fast:1e9' cannot be read"),
         ("1e-6:", "cannot be read"),
         ("1e-6:0", "bandwidth above 0"),
         ("-1:1e9", "latency of 0 s or more"),
         ("nan:1e9", "latency of 0 s or more"),
         ("1e-6:nan", "bandwidth above 0"),
+        ("5:100e9", "latency is in seconds, at most 0.1"),
+        ("5e-6:100", "bytes per second, at least 1e.06"),
+        ("0:inf", "joins no ranks"),
     ],
 )
 def test_what_is_no_link_is_refused(text: str, message: str) -> None:
