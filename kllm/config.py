@@ -9,6 +9,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 CP_KINDS = ("auto", "ring", "all_gather", "replicated")
 EP_BACKENDS = ("auto", "all_to_all", "all_gather", "deep_ep")
 KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8")
+MOST_RANKS = 4096  # of a layout; more is a slip of the keys, and would only be slow to refuse
 
 
 def _at_least(name: str, value: float, least: float) -> None:
@@ -72,6 +73,11 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         for name in ("tp", "dp", "ep", "cp", "pp"):
             _at_least(name, getattr(self, name), 1)
+        if self.world > MOST_RANKS:
+            raise ConfigError(
+                f"the layout has {self.world} ranks and kLLM takes at most {MOST_RANKS}; lower its "
+                "degrees"
+            )
         for name, known in (("cp_kind", CP_KINDS), ("ep_backend", EP_BACKENDS)):
             if getattr(self, name) not in known:
                 raise ConfigError(

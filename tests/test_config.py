@@ -20,6 +20,7 @@ from kllm.errors import ConfigError
         (lambda: SchedulerConfig(max_batch=0), "max_batch"),
         (lambda: SchedulerConfig(token_budget=0), "token_budget"),
         (lambda: ParallelConfig(tp=0), "tp"),
+        (lambda: ParallelConfig(dp=10**12), "at most 4096"),
         (lambda: ParallelConfig(dp=2, ep=2, redundant_experts=-1), "redundant_experts"),
         (lambda: ParallelConfig(dp=2, redundant_experts=4), "ep is 1; raise ep"),
         (lambda: EngineConfig(model=""), "no model"),

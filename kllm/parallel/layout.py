@@ -72,16 +72,16 @@ def problem(dims: Dimensions, layout: ParallelConfig) -> str | None:
     if layout.ep > 1 and not dims.experts:
         return f"ep {layout.ep} has nothing to spread: the model has no experts; use an ep of 1"
     slots, copies = dims.experts + layout.redundant_experts, layout.redundant_experts
+    if slots > dims.experts * layout.ep:
+        return (
+            f"{copies} redundant experts are more than ep {layout.ep} has room for: a rank holds "
+            f"an expert once; use at most {dims.experts * (layout.ep - 1)}"
+        )
     if layout.ep > 1 and slots % layout.ep:
         return (
             f"ep {layout.ep} does not divide the {slots} experts"
             + (f" ({copies} of them redundant)" if copies else "")
             + f"; use an ep that does, or redundant_experts={copies - slots % -layout.ep}"
-        )
-    if slots > dims.experts * layout.ep:
-        return (
-            f"{copies} redundant experts are more than ep {layout.ep} has room for: a rank holds "
-            f"an expert once; use at most {dims.experts * (layout.ep - 1)}"
         )
     if layout.pp > dims.layers:
         return (

@@ -75,6 +75,7 @@ def test_text_that_is_no_layout_is_refused(text: str, message: str) -> None:
         (GLM, "dp=6,ep=6", "ep 6 does not divide the 256 experts; .* redundant_experts=2"),
         (GLM, "dp=6,ep=6,redundant_experts=1", r"257 experts \(1 of them .*redundant_experts=2"),
         (GLM, "dp=2,ep=2,redundant_experts=258", "use at most 256"),
+        (GLM, "dp=2,ep=2,redundant_experts=999", "use at most 256"),
     ],
 )
 def test_an_impossible_layout_is_explained(dims: Dimensions, text: str, why: str) -> None:
