@@ -22,6 +22,12 @@ def _flag(text: str) -> bool:
     raise ValueError("expected 0 or 1")
 
 
+def _seconds(text: str) -> float:
+    if not 0 < (seconds := float(text)) < float("inf"):
+        raise ValueError("expected a number of seconds above 0")
+    return seconds
+
+
 @dataclass(frozen=True, slots=True)
 class Variable:
     """One environment variable: how to read it and what it means."""
@@ -36,7 +42,7 @@ VARIABLES = (
     Variable("KLLM_DEBUG", _flag, "0", "Print tracebacks of errors; check invariants each step."),
     Variable("KLLM_HOME", Path, "~/.cache/kllm", "Where measured ceilings are cached."),
     Variable(
-        "KLLM_STEP_TIMEOUT_S", float, "300", "A step of several ranks that takes longer is hung."
+        "KLLM_STEP_TIMEOUT_S", _seconds, "300", "A step of several ranks that takes longer is hung."
     ),
     Variable("KLLM_CONFIG", Path, "", "TOML file with defaults of the command line's options."),
 )
