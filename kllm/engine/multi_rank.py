@@ -12,11 +12,11 @@ from kllm.engine import torchrun
 from kllm.engine.executor import Sharing, merge, rearranged, sharing_of
 from kllm.engine.memory import KVBudget
 from kllm.engine.rank import DeviceMemory
-from kllm.engine.rank_pool import RankPool, launch
+from kllm.engine.rank_pool import RankPool, check_host_memory, launch
 from kllm.engine.rank_protocol import Allocate, Build, Join, Release, Settle, Step
 from kllm.engine.step import sampled_on, steps_of
 from kllm.errors import CapacityError
-from kllm.models.load import ResolvedModel
+from kllm.models.load import ResolvedModel, rank_bytes
 from kllm.parallel.distributed import host_store
 from kllm.parallel.layout import Place, place, rank_of
 
@@ -154,10 +154,15 @@ def _sampled(plan: Plan | None) -> tuple[Request, ...]:
 
 
 def _check_devices(config: EngineConfig, resolved: ResolvedModel) -> None:
-    if torch.device(resolved.device).type != "cuda":
+    if torchrun.launched():
         return
-    count, world = torch.cuda.device_count(), config.parallel.world
-    if count < world and not torchrun.launched():
+    world = config.parallel.world
+    if torch.device(resolved.device).type != "cuda":
+        manifest = resolved.family.manifest(resolved.config)
+        check_host_memory(world, rank_bytes(manifest, config.parallel, resolved.dtype))
+        return
+    count = torch.cuda.device_count()
+    if count < world:
         raise CapacityError(
             f"the layout has {world} ranks and this machine {count} GPUs; run one rank of it with "
             "--fidelity rank-slice, or start it on several machines with torchrun"

@@ -19,6 +19,7 @@ from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import IO, Any
 
+import psutil
 import torch
 
 from kllm import env
@@ -30,6 +31,7 @@ START_S = 120.0  # until every rank must have called back
 SILENCE_S = 20.0  # a rank sends a sign of life every second
 CAUSE_S = 1.0  # after a first sign of trouble: how long to look for the rank that died
 CLOSE_S = 5.0
+IDLE_BYTES = 64 << 20  # of host memory that a rank has for itself before it holds anything
 
 
 @dataclass(slots=True)
@@ -224,8 +226,10 @@ def launch(world: int) -> RankPool:
     """Start `world` ranks on this machine.
 
     Raises:
+        CapacityError: when this machine's memory does not hold their processes.
         WorkerError: when they cannot be started or do not call back.
     """
+    check_host_memory(world)
     key = secrets.token_hex(16)
     with tempfile.TemporaryDirectory(prefix="kllm-") as folder:
         address = str(Path(folder) / "ranks")
@@ -237,6 +241,25 @@ def launch(world: int) -> RankPool:
                 nursery.kill()
                 raise
     return RankPool([RankLink(connections[i]) for i in range(world)], nursery)
+
+
+def check_host_memory(world: int, rank_bytes: int = 0) -> None:
+    """Check that this machine holds the processes of `world` ranks.
+
+    Args:
+        rank_bytes: of host memory that each of them will fill.
+
+    Raises:
+        CapacityError: when it does not.
+    """
+    need, free = world * (IDLE_BYTES + rank_bytes), psutil.virtual_memory().available
+    if need > free:
+        raise CapacityError(
+            f"{world} ranks on this machine need {need / 2**30:.1f} GiB of its memory and "
+            f"{free / 2**30:.1f} GiB are free; use a smaller layout or model, run one rank with "
+            "--fidelity rank-slice where the command has it, or start ranks with torchrun on "
+            "several machines"
+        )
 
 
 def start_ranks(address: str, ranks: range, key: str) -> Nursery:

@@ -236,6 +236,20 @@ BENCH_CASES = [
         text("t.jsonl", "{"),
     ),
 ]
+LAYOUT_CASES = [
+    case("ranks-beyond-memory", (*BENCH, "--layout", "dp=4096"), HARDWARE, "4096 ranks on this"),
+    case("ranks-beyond-all", (*BENCH, "--layout", "dp=100000"), USAGE, "at most 4096"),
+    case("tune-world", (*TUNE, "--world", "1000000007"), USAGE, "at most 4096"),
+    case("tp-that-does-not-cut", (*BENCH, "--layout", "tp=3"), USAGE, "does not divide"),
+    case("link-unknown", (*BENCH, "--link", "nvlink9"), USAGE, "unknown link 'nvlink9'"),
+    case("tune-link", (*TUNE, "--layout", "tp=2", "--link", "nvlink9"), USAGE, "unknown link"),
+    case(
+        "link-not-measured",
+        (*BENCH, *"--layout tp=2 --fidelity rank-slice --link measured".split()),
+        USAGE,
+        "kllm doctor --links",
+    ),
+]
 TUNE_CASES = [
     case("isl-alone", ("tune", *TINY, "--isl", "8"), USAGE, "belong together"),
     case(
@@ -395,7 +409,8 @@ def kllm(
 
 
 @pytest.mark.parametrize(
-    "bad", [*MODEL_CASES, *BENCH_CASES, *TUNE_CASES, *FILE_CASES, *GENERATE_CASES]
+    "bad",
+    [*MODEL_CASES, *BENCH_CASES, *LAYOUT_CASES, *TUNE_CASES, *FILE_CASES, *GENERATE_CASES],
 )
 def test_bad_input_is_one_sentence(bad: Case, kllm: Callable, tmp_path: Path) -> None:
     bad.prepare(tmp_path)
