@@ -189,8 +189,10 @@ def main() -> None:
     address, first, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
     key = os.environ[AUTHKEY].encode()
     gc.freeze()  # a collection would copy every page that the ranks share
-    numbers = {}
+    engine, numbers = os.getppid(), {}
     for number in range(first, first + count):
+        if os.getppid() != engine:
+            return  # it is gone; the ranks that have called it notice by themselves
         pid = os.fork()
         if pid == 0:
             serve(Client(parse_address(address), authkey=key), number)
