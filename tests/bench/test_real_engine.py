@@ -86,7 +86,7 @@ def test_a_load_beyond_the_kv_memory_is_marked(tmp_path: Path) -> None:
         model="llama-3-8b",
         scale="tiny",
         device="cpu",
-        cache=type(TINY.cache)(memory_bytes=320_000),
+        cache=type(TINY.cache)(memory_bytes=640_000),
     )
     result, _ = run_bench(bench, Context(config=small, repeats=1), tmp_path)
     states = [row["state"] for row in sweep_rows(result)]
