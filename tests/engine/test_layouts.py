@@ -1,4 +1,4 @@
-"""Every layout gives what one rank gives: `pytest tests/engine/test_layouts.py -s` prints a table.
+"""Every layout gives what one rank gives; `pytest -m "" tests/engine/test_layouts.py -s` tries all.
 
 Real processes, gloo, float32, tiny models with random weights. Log probabilities of the whole
 vocabulary are compared at each of 64 greedy tokens of three requests.
@@ -35,6 +35,7 @@ LAYOUTS = {
     "dp2·cp2 ring·tp2+ep8": ParallelConfig(dp=2, cp=2, tp=2, ep=8, cp_kind="ring"),
     "pp2·dp2·cp2 all-gather+ep4": ParallelConfig(pp=2, dp=2, cp=2, ep=4, cp_kind="all_gather"),
 }
+QUICK = ("dp2·tp2+ep4", "pp2·tp2", "cp2 ring·tp2", "cp2 all-gather")  # what every run tries
 FAMILIES = ("llama", "glm_moe_dsa", "deepseek_v4")
 TABLE: dict[tuple[str, str], float] = {}
 
@@ -66,7 +67,10 @@ def table() -> Iterator[None]:
         print(f"{name:28}" + "".join(f"{cell:>14}" for cell in cells))
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LAYOUTS],
+)
 def test_a_layout_answers_like_one_rank(
     name: str, model: Path, alone: Answers, pool: RankPool
 ) -> None:
