@@ -31,6 +31,7 @@ START_S = 120.0  # until every rank must have called back
 SILENCE_S = 20.0  # a rank sends a sign of life every second
 CAUSE_S = 1.0  # after a first sign of trouble: how long to look for the rank that died
 CLOSE_S = 5.0
+SOCKET_PATH_BYTES = 103  # what every system takes, the final zero not counted
 IDLE_BYTES = 64 << 20  # of host memory that a rank has for itself before it holds anything
 
 
@@ -233,6 +234,11 @@ def launch(world: int) -> RankPool:
     key = secrets.token_hex(16)
     with tempfile.TemporaryDirectory(prefix="kllm-") as folder:
         address = str(Path(folder) / "ranks")
+        if len(os.fsencode(address)) > SOCKET_PATH_BYTES:
+            raise WorkerError(
+                f"the ranks cannot meet at {address}: the system takes socket paths of at most "
+                f"{SOCKET_PATH_BYTES} bytes; set TMPDIR to a shorter folder"
+            )
         with Listener(address, "AF_UNIX", backlog=world, authkey=key.encode()) as listener:
             nursery = start_ranks(address, range(world), key)
             try:

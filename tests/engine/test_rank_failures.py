@@ -141,6 +141,16 @@ def test_ranks_end_with_the_engines_process(model: Path) -> None:
     assert psutil.wait_procs([nursery, *ranks], timeout=10)[1] == []
 
 
+def test_a_temporary_folder_too_deep_for_a_socket(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    deep = tmp_path / ("x" * 100)
+    deep.mkdir()
+    monkeypatch.setattr("tempfile.tempdir", str(deep))
+    with pytest.raises(WorkerError, match="set TMPDIR to a shorter folder"):
+        launch(2)
+
+
 def test_an_error_of_a_rank_is_reported_once(model: Path, pool: RankPool) -> None:
     broken = model / "nowhere"
     with pytest.raises(ConfigError, match="no model folder"):
