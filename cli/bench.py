@@ -311,7 +311,8 @@ def fidelity(
     from kllm.bench.base import BENCHES
     from kllm.bench.fidelity import default_load, pairs_for, scale_for_both
     from kllm.models.load import resolve
-    from kllm.parallel.layout import parse
+    from kllm.models.shape import model_shape
+    from kllm.parallel.layout import check, parse
 
     shared = _options({**locals(), "layout": "", "token_budget": token_budget or 1})
     shared = replace(shared, scale=scale_for_both(shared.config()))
@@ -320,12 +321,15 @@ def fidelity(
     given = {"isl": isl, "osl": osl, "requests": requests}
     sizes = replace(sizes, **{name: value for name, value in given.items() if value})
     shared = replace(shared, token_budget=token_budget or budget)
+    resolved = resolve(shared.config())
     layouts = (parse(layout),) if layout else ()
+    for one in layouts:
+        check(model_shape(resolved.family, resolved.config).dims, one)
     world = layouts[0].world if layouts else world
     bench = BENCHES["fidelity"].load()(
         world=world,
         layouts=layouts,
-        pairs=pairs_for(resolve(shared.config()).device, world),
+        pairs=pairs_for(resolved.device, world),
         load=sizes,
         limit_s=limit_s,
     )

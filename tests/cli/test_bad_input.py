@@ -241,6 +241,12 @@ LAYOUT_CASES = [
     case("ranks-beyond-all", (*BENCH, "--layout", "dp=100000"), USAGE, "at most 4096"),
     case("tune-world", (*TUNE, "--world", "1000000007"), USAGE, "at most 4096"),
     case("tp-that-does-not-cut", (*BENCH, "--layout", "tp=3"), USAGE, "does not divide"),
+    case(
+        "fidelity-of-no-layout",
+        ("bench", "fidelity", *TINY, "--layout", "tp=3"),
+        USAGE,
+        "does not divide",
+    ),
     case("link-unknown", (*BENCH, "--link", "nvlink9"), USAGE, "unknown link 'nvlink9'"),
     case("tune-link", (*TUNE, "--layout", "tp=2", "--link", "nvlink9"), USAGE, "unknown link"),
     case(
