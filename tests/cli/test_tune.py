@@ -84,7 +84,9 @@ def test_tune_prints_one_document_and_its_recipe_is_accepted(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("fidelity", "trials"), [("rank-slice", 6), ("real", 2)], ids=["slices", "processes"]
+    ("fidelity", "trials"),
+    [("rank-slice", 6), pytest.param("real", 2, marks=pytest.mark.slow)],
+    ids=["slices", "processes"],
 )
 def test_layouts_are_tuned_and_the_report_compares_them(
     fidelity: str, trials: int, tmp_path: Path

@@ -58,7 +58,7 @@ def checkpoint(family: str, folder: Path) -> Path:
         "glm_moe_dsa": (glm_moe_dsa_logits.write_checkpoint, glm_moe_dsa_logits.GLM),
         "deepseek_v4": (
             deepseek_v4_logits.write_checkpoint,
-            deepseek_v4_logits.TINY | {"o_groups": 4},
+            deepseek_v4_logits.TINY,
         ),
     }
     write, data = writers[family]

@@ -57,7 +57,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 }
 SPLITS = [(name, stages) for name in CONFIGS for stages in (2, 3)]
 PAGE = {"llama": 16, "deepseek_v4": 16, "deepseek_v3": 4, "glm_moe_dsa": 4}
-PROMPT = seeded_ids(60, 97)
+PROMPT = seeded_ids(60, 96)
 # Requests in prefill, in chunks and in decode, in the same steps; tokens of each request.
 STEPS = [{0: 22}, {0: 7, 1: 20}, {0: 1, 1: 1, 2: 21}, {0: 1, 1: 13}, {0: 19, 2: 1}, {0: 1, 1: 1}]
 

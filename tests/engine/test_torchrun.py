@@ -6,6 +6,8 @@ import subprocess
 import sys
 from contextlib import closing
 
+import pytest
+
 SENTENCE = "What is the capital of France?"
 TIMEOUT_S = 240
 
@@ -39,6 +41,7 @@ def launch(node: int, port: int) -> "subprocess.Popen[str]":
     )
 
 
+@pytest.mark.slow
 def test_two_launches_answer_like_one_process() -> None:
     port = free_port()
     first, second = launch(0, port), launch(1, port)

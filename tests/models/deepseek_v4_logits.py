@@ -21,7 +21,7 @@ from tests.models.logit_cases import LogitCase, seeded_ids
 TINY: dict[str, Any] = {
     "architectures": ["DeepseekV4ForCausalLM"],
     "model_type": "deepseek_v4",
-    "vocab_size": 97,
+    "vocab_size": 96,
     "hidden_size": 64,
     "moe_intermediate_size": 32,
     "num_hidden_layers": 6,
@@ -45,7 +45,7 @@ TINY: dict[str, Any] = {
     "rms_norm_eps": 1e-6,
     "swiglu_limit": 0.5,
     "sliding_window": 8,
-    "o_groups": 2,
+    "o_groups": 4,
     "o_lora_rank": 12,
     "index_n_heads": 16,
     "index_head_dim": 16,

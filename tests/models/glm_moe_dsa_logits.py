@@ -23,7 +23,7 @@ from tests.models.logit_cases import LogitCase, seeded_ids
 GLM: dict[str, Any] = {
     "architectures": ["GlmMoeDsaForCausalLM"],
     "model_type": "glm_moe_dsa",
-    "vocab_size": 97,
+    "vocab_size": 96,
     "hidden_size": 64,
     "intermediate_size": 96,
     "moe_intermediate_size": 32,
