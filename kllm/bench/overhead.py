@@ -16,11 +16,12 @@ import numpy as np
 from kllm.bench.base import Context, doubling
 from kllm.bench.record import Record
 from kllm.bench.timing import Failed, attempt
-from kllm.config import EngineConfig
+from kllm.config import EngineConfig, ParallelConfig
 from kllm.core import Outcome, Plan, SamplingParams
 from kllm.engine.engine import Engine, StepStats
-from kllm.engine.executor import Sharing
+from kllm.engine.executor import Sharing, merge
 from kllm.engine.memory import KVBudget
+from kllm.engine.step import RankOutcome, steps_of
 from kllm.errors import CapacityError, ConfigError
 
 PAGE_SIZE = 16  # tokens; a page boundary every 16 steps is part of what is timed
@@ -33,7 +34,10 @@ UNITS = {"overhead_us": "us", "schedule_us": "us", "output_us": "us"}
 
 
 class NullExecutor:
-    """Answers every plan at once with the same token."""
+    """Answers every plan at once with the same token.
+
+    Plans are cut and outcomes merged as for a rank: that is part of what a step costs besides it.
+    """
 
     def __init__(self, max_batch: int, max_model_len: int) -> None:
         pages_each = -(-max_model_len // PAGE_SIZE)
@@ -49,10 +53,9 @@ class NullExecutor:
 
     def execute(self, plans: Sequence[Plan | None]) -> list[Outcome | None]:
         """One token for each request that samples."""
-        return [
-            None if plan is None else Outcome(np.ones(int(plan.samples.sum()), np.int64))
-            for plan in plans
-        ]
+        (micro,) = steps_of(plans, ParallelConfig(), None)
+        sampled = micro[0].sampled[micro[0].sampled >= 0]
+        return [merge([RankOutcome(sampled, np.ones_like(sampled))], len(sampled))]
 
     def close(self) -> None:
         """There is nothing to free."""

@@ -73,8 +73,10 @@ class RingVsAllGatherBench:
         ):
             if not values or min(values) < least:
                 raise ConfigError(f"{what} must be {least} or more, got {list(values)}")
-        if not self.models or not self.links:
-            raise ConfigError("ring-vs-allgather needs a model and a link; name one of each")
+        if not self.models or not self.links or not self.attentions:
+            raise ConfigError(
+                "ring-vs-allgather needs a model, a link and an attention; name one of each"
+            )
         for link in self.links:
             parse_link(link)
 

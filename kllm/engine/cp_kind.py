@@ -10,9 +10,8 @@ from kllm.models.load import ResolvedModel
 from kllm.models.shape import model_shape
 from kllm.parallel.gpus import GPUS
 from kllm.parallel.link import Link, measured_link, parse_link
-from kllm.parallel.overlap import BLOCK_CALL_S, Setting, choose_cp_kind
+from kllm.parallel.overlap import ACHIEVED, BLOCK_CALL_S, Setting, choose_cp_kind
 
-ACHIEVED = 0.6  # what block attention reaches of the matmul rate
 UNMEASURED_CPU = 50e9  # FLOP/s
 UNMEASURED_CPU_MEMORY = 10e9  # bytes/s
 LOOPBACK = Link(latency_s=200e-6, bytes_per_s=1e9)  # gloo between processes of one machine

@@ -10,6 +10,7 @@ from kllm.parallel.footprint import BITS, STORED, Capacity, ModelShape, capacity
 from kllm.parallel.layout import check, short_name
 from kllm.parallel.link import Link
 from kllm.parallel.overlap import (
+    ACHIEVED,
     BLOCK_CALL_S,
     Chunk,
     Setting,
@@ -23,9 +24,6 @@ from kllm.parallel.overlap import (
 from kllm.parallel.traffic import Exchange, Step, busiest, traffic
 from kllm.registry import Registry
 
-# What block attention reaches of the makers' matmul rate, for times of rings. A measured rate is
-# better wherever there is one.
-ACHIEVED = 0.6
 TOKENS_SEARCHED = (256.0, float(1 << 20))  # where break-even prompts are looked for
 BANDWIDTHS_SEARCHED = (1e9, 4e12)  # bytes a second
 

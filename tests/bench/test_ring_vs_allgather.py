@@ -343,6 +343,7 @@ def test_one_run_shows_sparse_and_dense_attention_of_a_model(tmp_path: Path) -> 
     [
         (lambda: bench(cps=(1, 2)), "cp must be 2 or more"),
         (lambda: bench(isls=()), "isl must be 1 or more"),
+        (lambda: bench(attentions=()), "an attention; name one"),
         (lambda: bench(links=("carrier-pigeon",)), "carrier-pigeon"),
         (lambda: attention_folder("glm-5.2", "dense", "tiny"), "scale tiny has none"),
         (lambda: attention_folder("llama-3-8b", "dense", "full"), "selects no entries"),
