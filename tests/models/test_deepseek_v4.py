@@ -89,29 +89,41 @@ def test_results_do_not_depend_on_the_page_size(page_size: int) -> None:
     torch.testing.assert_close(got, want, **EXACT)
 
 
-@pytest.mark.parametrize("chunks", [[21] + [1] * 69, [7, 1, 13, 2, 37, 30]])
-def test_fp8_kv_does_not_depend_on_the_chunks(chunks: list[int]) -> None:
-    """A chunk sees its own keys rounded as later steps will. 1e-3: a float32 rounding can
-    push a channel over an e4m3 boundary, far less than the quantisation error itself."""
-    ours, _ = pair()
-    one_shot = Harness(ours, kv_dtype="fp8").run(PROMPT, [90])
-    got = Harness(ours, kv_dtype="fp8").run(PROMPT, chunks)
-    torch.testing.assert_close(got, one_shot, rtol=0, atol=1e-3)
+def attended(folder: Path, layer: int, kv_dtype: str, chunks: Sequence[int]) -> Tensor:
+    """What one attention layer makes of random input that comes in chunks. Everything is
+    selected: selection and routing are discrete, so that in a random model a small error can
+    flip them and become a large one."""
+    write_checkpoint(folder, {**TINY, "index_topk": 64}, seed=0)
+    attention = load_ours(folder).layers[str(layer)].attn
+    x = torch.randn(sum(chunks), 64, generator=torch.Generator().manual_seed(1))
+    harness, outs, start = Harness(pair()[0], kv_dtype=kv_dtype), [], 0
+    for size in chunks:
+        _, plan = harness.plan({0: PROMPT[start : start + size]})
+        ctx = ForwardContext.from_plan(plan, harness.pool, x.device)
+        outs.append(attention(x[start : start + size], ctx))
+        harness.lengths[0] += size
+        start += size
+    return torch.cat(outs)
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2], ids=lambda i: KINDS[i])
 def test_fp8_kv_attention_is_close_to_float32(layer: int, tmp_path: Path) -> None:
-    """One attention layer, in norm. Selection and routing are left out: they are discrete, so
-    that in a random model a small error can flip them and become a large one."""
-    write_checkpoint(tmp_path, {**TINY, "index_topk": 64}, seed=0)
-    attention = load_ours(tmp_path).layers[str(layer)].attn
-    x = torch.randn(90, 64, generator=torch.Generator().manual_seed(1))
-    outs = []
-    for kv_dtype in ("float32", "fp8"):
-        harness = Harness(pair()[0], kv_dtype=kv_dtype)
-        ctx = ForwardContext.from_plan(harness.plan({0: PROMPT})[1], harness.pool, x.device)
-        outs.append(attention(x, ctx))
-    assert 0 < (outs[1] - outs[0]).norm() / outs[0].norm() < FP8_KV
+    exact, rounded = (attended(tmp_path, layer, kind, [90]) for kind in ("float32", "fp8"))
+    assert 0 < (rounded - exact).norm() / exact.norm() < FP8_KV
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2], ids=lambda i: KINDS[i])
+@pytest.mark.parametrize("chunks", [[21] + [1] * 69, [7, 1, 13, 2, 37, 30]])
+def test_fp8_kv_does_not_depend_on_the_chunks(
+    chunks: list[int], layer: int, tmp_path: Path
+) -> None:
+    """A chunk sees its own keys rounded as later steps will. In norm, against the rounding
+    itself: a float32 rounding can push single channels over an e4m3 boundary."""
+    exact, one_shot, got = (
+        attended(tmp_path, layer, kind, sizes)
+        for kind, sizes in (("float32", [90]), ("fp8", [90]), ("fp8", chunks))
+    )
+    assert (got - one_shot).norm() < 0.1 * (one_shot - exact).norm()
 
 
 def draft(chunks: Sequence[int]) -> tuple[Tensor, Tensor]:
