@@ -1,9 +1,11 @@
-"""Option types that several commands share, so that they read the same everywhere."""
+"""Options that several commands share, so that they read the same everywhere."""
 
 from pathlib import Path
 from typing import Annotated
 
 import typer
+
+from kllm.errors import ConfigError
 
 DEFAULT_OUTPUT = Path("kllm-results")
 
@@ -26,4 +28,41 @@ LinkName = Annotated[
         "--link", help="Link of a rank-slice: nvlink4, pcie5, ..., measured, or SECONDS:BYTES/S."
     ),
 ]
+KvDtype = Annotated[str, typer.Option(help="Dtype of the KV cache: auto, a dtype, or fp8.")]
+Repeats = Annotated[int, typer.Option(min=1, help="Measurements of each point.")]
+Seed = Annotated[int, typer.Option(help="Seed of weights, lengths and prompts.")]
+Output = Annotated[Path, typer.Option(help="Result file (.json), or the folder for it.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
+
+
+def integers(option: str, text: str) -> tuple[int, ...]:
+    """Whole numbers as in 1,4,16.
+
+    Raises:
+        ConfigError: naming the option, for anything else.
+    """
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ConfigError(f"{option} takes whole numbers as in 1,4,16, got '{text}'") from None
+
+
+def lengths(option: str, text: str) -> tuple[int, ...]:
+    """Numbers of tokens as in 512,32K,1M, where K and M are powers of 1024.
+
+    Raises:
+        ConfigError: naming the option, for anything else.
+    """
+    units = {"K": 1 << 10, "M": 1 << 20}
+    try:
+        return tuple(
+            int(part[:-1]) * units[part[-1]] if part[-1] in units else int(part)
+            for part in names(text.upper())
+        )
+    except ValueError:
+        raise ConfigError(f"{option} takes tokens as in 512,32K,1M, got '{text}'") from None
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Words as in a,b."""
+    return tuple(part.strip() for part in text.split(",") if part.strip())

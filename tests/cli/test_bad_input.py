@@ -399,7 +399,8 @@ def kllm(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("KLLM_HOME", str(home))
     monkeypatch.delenv("KLLM_CONFIG", raising=False)
-    monkeypatch.setattr("kllm.cli.bench.LINE_S", 3600.0)  # a slow machine would speak meanwhile
+    # A slow machine would speak meanwhile.
+    monkeypatch.setattr("kllm.cli.bench_progress.LINE_S", 3600.0)
     env.read.cache_clear()
 
     def run(args: tuple[str, ...]) -> tuple[object, str, str]:

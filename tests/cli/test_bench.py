@@ -9,7 +9,9 @@ import typer
 from typer.testing import CliRunner
 
 from kllm import hardware
-from kllm.cli.bench import _progress, _table, bench_app
+from kllm.cli.bench import bench_app
+from kllm.cli.bench_output import series_table
+from kllm.cli.bench_progress import progress
 from kllm.cli.doctor import advice, doctor
 from kllm.errors import KllmError
 from kllm.hardware.links import LinkCeilings
@@ -33,10 +35,10 @@ def run(*args: str) -> str:
 def test_columns_that_are_alike_in_all_rows_move_to_the_heading() -> None:
     about = {"model": "m", "chunk": 8192, "reason": ""}
     rows = [about | {"prompt_tokens": isl, "ring_tokens_per_s": isl / 2} for isl in (4, 8)]
-    heading, table = _table(Series.of("sweep", rows, {}))
+    heading, table = series_table(Series.of("sweep", rows, {}))
     assert heading == "sweep, model m, chunk 8192"
     assert [column.header for column in table.columns] == ["ISL", "ring tok/s"]
-    heading, table = _table(Series.of("sweep", rows[:1], {}))
+    heading, table = series_table(Series.of("sweep", rows[:1], {}))
     assert heading == "sweep, model m, chunk 8192"
     assert [column.header for column in table.columns] == ["reason", "ISL", "ring tok/s"]
 
@@ -81,9 +83,9 @@ def test_progress_in_a_pipe_is_a_line_every_few_seconds(monkeypatch: pytest.Monk
         if "loading" in line:
             spoken.set()
 
-    monkeypatch.setattr("kllm.cli.bench.LINE_S", 0.01)
-    monkeypatch.setattr("kllm.cli.bench.err.print", say)
-    with _progress("latency") as hook:
+    monkeypatch.setattr("kllm.cli.bench_progress.LINE_S", 0.01)
+    monkeypatch.setattr("kllm.cli.bench_progress.err.print", say)
+    with progress("latency") as hook:
         hook("loading", 1, 3)
         assert spoken.wait(30)
     assert lines[-1].startswith("latency: loading, 1 of 3, ")

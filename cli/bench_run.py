@@ -1,0 +1,104 @@
+"""What every bench command does: a config of its options, a run, and the result shown."""
+
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import typer
+
+from kllm.cli.bench_output import print_result
+from kllm.cli.bench_progress import progress
+from kllm.cli.console import err
+
+if TYPE_CHECKING:
+    from kllm.bench.base import Bench
+    from kllm.config import EngineConfig
+    from kllm.results.schema import RunResult
+
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BenchOptions:
+    """The options that benches share, with the defaults of what a command may lack."""
+
+    model: str
+    scale: str
+    device: str
+    dtype: str
+    kv_dtype: str
+    repeats: int
+    seed: int
+    output: Path
+    as_json: bool
+    load: str = "auto"
+    token_budget: int = 2048
+    layout: str = ""
+    fidelity: str = "real"
+    link: str = "nvlink4"
+    kv_mib: int = 0
+
+    @classmethod
+    def of(cls, given: dict[str, Any]) -> Self:
+        """From the parameters of a command, of which others are left out."""
+        return cls(**{name: given[name] for name in cls.__slots__ if name in given})
+
+    def config(self) -> "EngineConfig":
+        """The engine's config. Raises ConfigError for what cannot be."""
+        from kllm.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
+        from kllm.parallel.layout import parse
+
+        return EngineConfig(
+            model=self.model,
+            scale=self.scale,
+            load=self.load,  # type: ignore[arg-type]  # EngineConfig checks it
+            device=self.device,
+            dtype=self.dtype,
+            seed=self.seed,
+            cache=CacheConfig(dtype=self.kv_dtype, memory_bytes=self.kv_mib << 20),
+            scheduler=SchedulerConfig(token_budget=self.token_budget),
+            parallel=parse(self.layout) if self.layout else ParallelConfig(),
+            fidelity=self.fidelity,  # type: ignore[arg-type]  # EngineConfig checks it
+            link=self.link,
+        )
+
+
+def run_and_show(
+    bench: "Bench", options: BenchOptions, config: "EngineConfig | None" = None
+) -> None:
+    """Run a bench and show its result, also one that Ctrl-C cut short.
+
+    Args:
+        config: None: that of the options.
+    """
+    from kllm.bench.base import Context
+    from kllm.bench.run import run_bench
+
+    with progress(bench.name) as hook:
+        context = Context(
+            config=config or options.config(),
+            repeats=options.repeats,
+            seed=options.seed,
+            progress=hook,
+        )
+        command = ("kllm", *sys.argv[1:])
+        try:
+            result, path = run_bench(bench, context, options.output, command)
+        except KeyboardInterrupt:  # the command-line library would end without a word
+            err.print("interrupted before anything was measured", highlight=False)
+            raise typer.Exit(INTERRUPTED) from None
+    show(result, path, options.as_json)
+    if result.extra.get("interrupted"):
+        raise typer.Exit(INTERRUPTED)
+
+
+def show(result: "RunResult", path: Path, as_json: bool) -> None:
+    """Print a stored result, as tables or as one document, and where it is."""
+    from kllm.results.schema import encode
+
+    if as_json:
+        typer.echo(encode(result).decode(), nl=False)
+    else:
+        print_result(result)
+    err.print(f"result: {path}", markup=False, highlight=False, soft_wrap=True)
