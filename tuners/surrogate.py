@@ -9,12 +9,14 @@ improvement as in Jones et al. 1998.
 
 import math
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.linalg import LinAlgError, cho_factor, cho_solve, solve_triangular
+from scipy.linalg import cho_factor, cho_solve, solve_triangular
 from scipy.optimize import minimize
 from scipy.special import ndtr
+from threadpoolctl import ThreadpoolController
 
 Array = NDArray[np.float64]
 
@@ -51,12 +53,10 @@ class _Kernel:
         return cls(float(values[0]), float(values[1]), float(values[2]), values[3:])
 
     def between(self, a: Array, b: Array, trend_a: Array, trend_b: Array) -> Array:
-        scaled = (a[:, None, :] - b[None, :, :]) / self.lengths
-        distance = np.sqrt(5 * np.square(scaled).sum(-1))
-        matern = (1 + distance + distance**2 / 3) * np.exp(-distance)
+        distance = self._distance(np.square(a[:, None, :] - b[None, :, :]))
         linear = (a - 0.5) @ (b - 0.5).T
         trend = TREND_VARIANCE * (trend_a @ trend_b.T)
-        out: Array = self.amplitude**2 * matern + self.linear**2 * linear + trend
+        out: Array = self.amplitude**2 * _matern(distance) + self.linear**2 * linear + trend
         return out
 
     def at(self, a: Array, trend: Array) -> Array:
@@ -65,6 +65,31 @@ class _Kernel:
         tail = TREND_VARIANCE * np.square(trend).sum(-1)
         out: Array = self.amplitude**2 + self.linear**2 * linear + tail
         return out
+
+    def slopes(self, x: Array, weights: Array) -> Array:
+        """[3 + features] sum of `weights` [n, n] times the covariance's derivative by each log."""
+        squares = np.square(x[:, None, :] - x[None, :, :])
+        distance = self._distance(squares)
+        # d matern / d log length = 5/3 (1 + distance) exp(-distance) (difference / length)^2
+        radial = weights * (5 / 3) * (1 + distance) * np.exp(-distance)
+        linear = (x - 0.5) @ (x - 0.5).T
+        return np.array(
+            [
+                2 * self.amplitude**2 * (weights * _matern(distance)).sum(),
+                2 * self.linear**2 * (weights * linear).sum(),
+                2 * self.noise**2 * np.trace(weights),
+                *(self.amplitude**2 * np.einsum("ij,ijk->k", radial, squares) / self.lengths**2),
+            ]
+        )
+
+    def _distance(self, squares: Array) -> Array:
+        out: Array = np.sqrt(5 * (squares @ self.lengths**-2))
+        return out
+
+
+def _matern(distance: Array) -> Array:
+    out: Array = (1 + distance + distance**2 / 3) * np.exp(-distance)
+    return out
 
 
 def _prior(dims: int) -> tuple[Array, Array]:
@@ -102,13 +127,20 @@ def fit(
         predicted = (predicted - predicted.mean()) / max(float(predicted.std()), 1e-9)
     trend = _trend(predicted, len(features))
     x, t = features[tried], trend[tried]
-    kernel = _optimise(x, t, y, rng)
-    factor = cho_factor(_covariance(kernel, x, t), lower=True)
-    cross = kernel.between(features, x, trend, t)  # [points, n]
-    mean = cross @ cho_solve(factor, y)
-    solved = solve_triangular(factor[0], cross.T, lower=True)
+    # Matrices this small gain nothing from threads, which spin on cores that others want.
+    with _libraries().limit(limits=1, user_api="blas"):
+        kernel = _optimise(x, t, y, rng)
+        factor = cho_factor(_covariance(kernel, x, t), lower=True)
+        cross = kernel.between(features, x, trend, t)  # [points, n]
+        mean = cross @ cho_solve(factor, y)
+        solved = solve_triangular(factor[0], cross.T, lower=True)
     variance = kernel.at(features, trend) - np.square(solved).sum(0)
     return Posterior(centre + spread * mean, spread * np.sqrt(np.maximum(variance, 1e-10)))
+
+
+@cache
+def _libraries() -> ThreadpoolController:
+    return ThreadpoolController()
 
 
 def _covariance(kernel: _Kernel, x: Array, trend: Array) -> Array:
@@ -117,26 +149,37 @@ def _covariance(kernel: _Kernel, x: Array, trend: Array) -> Array:
     return matrix
 
 
+def misfit(logs: Array, x: Array, trend: Array, y: Array) -> tuple[float, Array]:
+    """Negative log posterior of the hyperparameters, up to a constant, and its gradient.
+
+    Args:
+        logs: [3 + features] of amplitude, linear, noise and lengths.
+        x: [n, features].
+        trend: [n, 1 or 2].
+        y: [n] standardised scores.
+
+    Source: Rasmussen & Williams 2006, equations 5.8 and 5.9, plus the log-normal priors.
+    """
+    centre, sigma = _prior(x.shape[1])
+    kernel = _Kernel.from_logs(logs)
+    factor = cho_factor(_covariance(kernel, x, trend), lower=True)
+    solved = cho_solve(factor, y)
+    weights = cho_solve(factor, np.eye(len(y))) - np.outer(solved, solved)
+    away = (logs - centre) / sigma
+    value = 0.5 * (y @ solved + away @ away) + np.log(np.diag(factor[0])).sum()
+    return float(value), 0.5 * kernel.slopes(x, weights) + away / sigma
+
+
 def _optimise(x: Array, trend: Array, y: Array, rng: np.random.Generator) -> _Kernel:
     centre, sigma = _prior(x.shape[1])
-
-    def loss(logs: Array) -> float:
-        """Negative log posterior of the hyperparameters."""
-        kernel = _Kernel.from_logs(logs)
-        try:
-            lower = np.linalg.cholesky(_covariance(kernel, x, trend))
-        except LinAlgError:
-            return math.inf
-        half = solve_triangular(lower, y, lower=True)
-        fit_term = 0.5 * float(half @ half) + float(np.log(np.diag(lower)).sum())
-        return fit_term + 0.5 * float(np.square((logs - centre) / sigma).sum())
-
-    low, high = centre - 3 * sigma, centre + 3 * sigma
+    low, high = centre - 3 * sigma, centre + 3 * sigma  # so the noise keeps the matrix definite
     starts = [centre, *(rng.normal(centre, sigma) for _ in range(STARTS - 1))]
     found = [
         minimize(
-            loss,
+            misfit,
             np.clip(start, low, high),
+            args=(x, trend, y),
+            jac=True,
             bounds=list(zip(low, high, strict=True)),
             options={"maxiter": MAX_ITERATIONS},
         )
