@@ -5,13 +5,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kllm.cli.console import err, out
+from kllm.cli.console import err
 from kllm.cli.options import DEFAULT_OUTPUT, AsJson, Device, Dtype, LinkName, Scale
+from kllm.cli.tune_output import end
 
 if TYPE_CHECKING:
-    from kllm.tuners.tune import Tuned
-
-INTERRUPTED = 130
+    from kllm.tuners.setup import Request
+    from kllm.tuners.tune import Options
 
 
 def tune(
@@ -83,58 +83,63 @@ def tune(
     as_json: AsJson = False,
 ) -> None:
     """Find the best engine settings for a model, a load and this machine."""
+    asked = locals()  # before any other name is bound
     from kllm.cli.tune_view import view
-    from kllm.config import EngineConfig
-    from kllm.errors import ConfigError
-    from kllm.tuners.resume import OPTIONS, STORED
-    from kllm.tuners.setup import Request, default_world
-    from kllm.tuners.tune import Options
     from kllm.tuners.tune import tune as run
 
-    if model is None and not resume:
+    request, options = _request(asked), _options(asked)
+    with view(err) as watcher:
+        tuned = run(request, options, watcher=watcher)
+    end(tuned, _where(storage, output), as_json=as_json)
+
+
+def _request(asked: dict[str, Any]) -> "Request":
+    """What to search.
+
+    Args:
+        asked: the parameters of `tune`.
+
+    Raises:
+        ConfigError: no model, two loads, or what the engine's config refuses.
+    """
+    from kllm.config import EngineConfig
+    from kllm.errors import ConfigError
+    from kllm.tuners.resume import STORED
+    from kllm.tuners.setup import Request, default_world
+
+    lengths = asked["isl"] or asked["osl"] or asked["concurrency"] is not None
+    if asked["model"] is None and not asked["resume"]:
         raise ConfigError("there is nothing to tune; name a model with --model, or use --resume")
-    if workload is not None and (isl or osl or concurrency is not None):
+    if asked["workload"] is not None and lengths:
         raise ConfigError(
             "--workload and --isl/--osl/--concurrency both say what the load is; give one of them"
         )
-    request = Request(
-        config=EngineConfig(
-            model=model or STORED,
-            scale=scale,
-            device=device,
-            dtype=dtype,
-            seed=seed,
-            link=link,
-        ),
-        workload=workload or "chat",
-        isl=isl,
-        osl=osl,
-        concurrency=concurrency,
-        num_requests=requests,
-        objectives=tuple(objective or ()),
-        slo=slo,
-        fixed=tuple(fix or ()),
-        seed=seed,
-        world=world or (1 if layout else default_world(device)),
-        layout=layout,
-        fidelity=fidelity or "",
+    engine = {name: asked[name] for name in ("scale", "device", "dtype", "seed", "link")}
+    same = {name: asked[name] for name in ("isl", "osl", "concurrency", "slo", "seed", "layout")}
+    return Request(
+        config=EngineConfig(model=asked["model"] or STORED, **engine),
+        workload=asked["workload"] or "chat",
+        num_requests=asked["requests"],
+        objectives=tuple(asked["objective"] or ()),
+        fixed=tuple(asked["fix"] or ()),
+        world=asked["world"] or (1 if asked["layout"] else default_world(asked["device"])),
+        fidelity=asked["fidelity"] or "",
+        **same,
     )
-    options = Options(
-        output=output,
-        trials=trials,
-        timeout_s=timeout,
-        trial_timeout_s=trial_timeout,
-        storage=storage,
-        study=study,
-        resume=resume,
-        given=_given(ctx) & OPTIONS.keys(),
+
+
+def _options(asked: dict[str, Any]) -> "Options":
+    """How to search it, from the parameters of `tune`."""
+    from kllm.tuners.resume import OPTIONS
+    from kllm.tuners.tune import Options
+
+    same = {name: asked[name] for name in ("output", "trials", "storage", "study", "resume")}
+    return Options(
+        timeout_s=asked["timeout"],
+        trial_timeout_s=asked["trial_timeout"],
+        given=_given(asked["ctx"]) & OPTIONS.keys(),
+        **same,
     )
-    with view(err) as watcher:
-        tuned = run(request, options, watcher=watcher)
-    where = f" --storage {storage}" if storage else ""
-    if output != DEFAULT_OUTPUT:
-        where += f" --output {output}"
-    _report(tuned, where, as_json=as_json)
 
 
 def _given(ctx: typer.Context) -> frozenset[str]:
@@ -144,79 +149,9 @@ def _given(ctx: typer.Context) -> frozenset[str]:
     return frozenset(o for o, source in sources.items() if source and source.name == "COMMANDLINE")
 
 
-def _report(tuned: "Tuned", where: str, *, as_json: bool) -> None:
-    from kllm.errors import KllmError
-    from kllm.results.schema import encode
-
-    if tuned.result is None:
-        _print_interrupted(tuned, where)
-        raise typer.Exit(INTERRUPTED)
-    if as_json:
-        typer.echo(encode(tuned.result).decode(), nl=False)
-    else:
-        _print_result(tuned)
-    if tuned.sentence:
-        raise KllmError(tuned.sentence)
-    if tuned.interrupted:
-        raise typer.Exit(INTERRUPTED)
-
-
-def _print_interrupted(tuned: "Tuned", where: str) -> None:
-    from kllm.tuners.setup import describe
-
-    space, goal = tuned.setup.space, tuned.setup.goal
-    if tuned.best is not None:
-        first = goal.objectives[0]
-        words = describe(tuned.best.settings, space.default, space.free)
-        value = f"{tuned.best.metrics[first.metric]:.4g} {first.unit}"
-        _line(f"best so far: {words}: {first.name} {value} (trial {tuned.best.number})")
-    else:
-        _line("best so far: nothing that meets the SLO")
-    err.print(
-        f"interrupted; everything is stored. Continue with --resume --study {tuned.study}{where}",
-        highlight=False,
-        soft_wrap=True,
-    )
-
-
-def _print_result(tuned: "Tuned") -> None:
-    from rich.table import Table
-
-    assert tuned.result is not None
-    assert tuned.files is not None
-    result = tuned.result
-    if tuned.comparison is not None:
-        rivalled = any(name.startswith("default.") for name in result.metrics)
-        table = Table("", "recommended", "95 % interval", *(["default"] if rivalled else []))
-        for name, metric in result.metrics.items():
-            if "." in name or metric.median is None:
-                continue
-            default = result.metrics.get(f"default.{name}")
-            unit = f" ({metric.unit})" if metric.unit else ""
-            ends = f"{metric.ci95[0]:.4g} to {metric.ci95[1]:.4g}" if metric.ci95 else ""
-            other = f"{default.median:.4g}" if default and default.median is not None else ""
-            value = f"{metric.median:.4g}"
-            if name == "attainment" and tuned.misses_slo:
-                value += f" (misses {tuned.setup.goal.slo.attainment:g})"
-            cells = [f"{name}{unit}", value, ends, *([other] if rivalled else [])]
-            table.add_row(*cells)
-        out.print(table)
-        _line(f"{result.model} ({result.scale}), fidelity {result.fidelity}: {result.verdict}")
-        if result.boundary:
-            _line(f"boundary: {result.boundary}")
-    importance = result.find_series("importance")
-    if importance is not None and importance.rows:
-        shares = ", ".join(f"{name} {_share(share)}" for name, share in importance.rows)
-        _line(f"what mattered: {shares}")
-    if tuned.files.recipe is not None:
-        _line(f"recipe: {tuned.files.recipe}")
-    _line(f"result: {tuned.files.result}")
-    _line(f"report: {tuned.files.report}")
-
-
-def _share(value: Any) -> str:
-    return f"{value:.0%}"
-
-
-def _line(text: str) -> None:
-    out.print(text, highlight=False, soft_wrap=True, markup=False)
+def _where(storage: str, output: Path) -> str:
+    """The options without which --resume would not find the study."""
+    parts = [f" --storage {storage}"] if storage else []
+    if output != DEFAULT_OUTPUT:
+        parts.append(f" --output {output}")
+    return "".join(parts)
