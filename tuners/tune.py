@@ -320,7 +320,7 @@ class _Session:
             ended=ended,
             started_at=started_at,
             duration_s=seconds(),
-            command=tuple(without_password(word) for word in sys.argv),
+            command=("kllm", *map(without_password, sys.argv[1:])),
         )
         result, files = output.write(findings, self.options.output)
         return Tuned(

@@ -7,6 +7,7 @@ import sys
 import pytest
 import typer
 
+from kllm import __version__
 from kllm.cli import app as cli
 from kllm.errors import CapacityError, ConfigError, DataError, KllmError
 
@@ -21,6 +22,12 @@ def test_help_loads_nothing_heavy() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, f"imported for help: {done.stderr}"
+
+
+def test_the_module_is_the_command() -> None:
+    command = [sys.executable, "-m", "kllm", "--version"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{__version__}\n", "")
 
 
 @pytest.mark.parametrize(

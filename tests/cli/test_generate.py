@@ -16,8 +16,7 @@ QUESTION = "What is the capital of France?"
 
 
 def run(*args: str) -> subprocess.CompletedProcess[str]:
-    program = "from kllm.cli.app import main; main()"
-    command = [sys.executable, "-c", program, "generate", "--device", "cpu", *args]
+    command = [sys.executable, "-m", "kllm", "generate", "--device", "cpu", *args]
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 

@@ -19,7 +19,7 @@ EASY = ("--slo", "ttft=100s,tpot=20s", "--fix", "kv_dtype=auto", "--fix", "page_
 
 
 def command(*args: str) -> list[str]:
-    return [sys.executable, "-c", "from kllm.cli.app import main; main()", *args]
+    return [sys.executable, "-m", "kllm", *args]
 
 
 def environment(home: Path) -> dict[str, str]:
