@@ -118,6 +118,8 @@ class EngineConfig:
     fidelity: Literal["real", "rank-slice"] = "real"  # whether all ranks of the layout run
     link: str = "nvlink4"  # of a rank-slice: a preset's name or LATENCY_S:BYTES_PER_S
     slice_rank: int = 0  # which rank a rank-slice runs
+    # Result of `kllm bench expert-balance` by whose routing experts are placed; empty: in order.
+    expert_placement: str = ""
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     cache: CacheConfig = field(default_factory=CacheConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -135,6 +137,11 @@ class EngineConfig:
             )
         if self.load not in ("auto", "weights", "random"):
             raise ConfigError(f"unknown load '{self.load}'; known: auto, weights, random")
+        if self.expert_placement and self.parallel.ep == 1:
+            raise ConfigError(
+                f"expert_placement {self.expert_placement} has no ranks to place experts on: ep "
+                "is 1; raise ep in the layout, or leave it out"
+            )
         _at_least("max_model_len", self.max_model_len, 0)
         if not 0 <= self.seed < 2**63:
             raise ConfigError(f"seed must be at least 0 and below 2^63, got {self.seed}")

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 
@@ -25,6 +26,7 @@ from kllm.models.base import CausalLM
 from kllm.models.load import ResolvedModel, resolve
 from kllm.models.shape import model_shape
 from kllm.models.tokenizer import Tokenizer, load_tokenizer
+from kllm.parallel.expert_counts import MeasuredRouting
 from kllm.parallel.layout import check
 from kllm.scheduler.placement import least_loaded
 from kllm.scheduler.scheduler import Scheduler
@@ -79,6 +81,9 @@ class Engine:
         self.resolved = resolve(config)
         if config.parallel.world > 1:
             check(model_shape(self.resolved.family, self.resolved.config).dims, config.parallel)
+        if config.expert_placement:  # every rank reads it; what is wrong is said before they start
+            routing = MeasuredRouting.read(Path(config.expert_placement))
+            routing.check(self.resolved.name, self.resolved.scale)
         self.config = config = with_cp_kind(config, self.resolved)
         self.vocab_size: int = self.resolved.config.vocab_size
         self._tokenizer: Tokenizer | None = None

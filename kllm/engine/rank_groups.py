@@ -1,19 +1,23 @@
 """The communicators of a rank: process groups, or links to ranks that are not there."""
 
+from pathlib import Path
+
 import torch
 
-from kllm.config import EngineConfig, ParallelConfig
+from kllm.config import EngineConfig
 from kllm.errors import WorkerError
 from kllm.models.base import Groups
 from kllm.parallel import distributed, layout
 from kllm.parallel.communicator import Communicator
 from kllm.parallel.emulated import EmulatedComm
+from kllm.parallel.expert_counts import MeasuredRouting
 from kllm.parallel.expert_placement import ExpertOptions
 from kllm.parallel.link import parse_link
 
 
-def joined_groups(parallel: ParallelConfig) -> Groups:
+def joined_groups(config: EngineConfig) -> Groups:
     """Process groups; all ranks make the same ones in the same order."""
+    parallel = config.parallel
     tp = distributed.join(layout.tp_groups(parallel))
     return Groups(
         attn=tp,
@@ -22,7 +26,7 @@ def joined_groups(parallel: ParallelConfig) -> Groups:
         ep=distributed.join(layout.ep_groups(parallel)),
         cp=distributed.join(layout.cp_groups(parallel)),
         pp=distributed.join(layout.pp_groups(parallel)),
-        experts=ExpertOptions.of(parallel),
+        experts=_expert_options(config),
     )
 
 
@@ -61,5 +65,12 @@ def sliced_groups(config: EngineConfig, device: torch.device) -> Groups:
         ep=comm(parallel.ep, config.slice_rank % stage_ranks % parallel.ep),
         cp=comm(parallel.cp, at.cp),
         pp=comm(parallel.pp, at.pp),
-        experts=ExpertOptions.of(parallel),
+        experts=_expert_options(config),
     )
+
+
+def _expert_options(config: EngineConfig) -> ExpertOptions:
+    if not config.expert_placement:
+        return ExpertOptions.of(config.parallel)
+    routing = MeasuredRouting.read(Path(config.expert_placement))
+    return ExpertOptions.of(config.parallel, routing.counts)

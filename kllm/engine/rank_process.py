@@ -93,7 +93,7 @@ class RankServer:
         else:
             torch.set_num_threads(1)  # the ranks share this machine's cores
         distributed.connect(message.store, message.prefix, self.number, world, device)
-        self._groups, self._device = joined_groups(config.parallel), device
+        self._groups, self._device = joined_groups(config), device
         try_groups(self._groups, device)
 
     def _build(self) -> KVBudget:

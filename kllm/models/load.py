@@ -214,9 +214,11 @@ def rank_bytes(
 
     With a pipeline: of the stage that has the most.
     """
+    tensors = list(tensors)
+    experts = 1 + max((t.expert for t in tensors if t.expert is not None), default=-1)
     weights = collect_weights(tensors, mtp=mtp)
-    layers = 1 + max((w.layer for w in weights if w.layer < BEHIND), default=0)
-    return max(weight_bytes(weights, parallel, dtype, layers=max(1, layers)))
+    layers = max(1, 1 + max((w.layer for w in weights if w.layer < BEHIND), default=0))
+    return max(weight_bytes(weights, parallel, dtype, layers=layers, experts=experts))
 
 
 def _locate(config: EngineConfig) -> tuple[str, Path | None, dict[str, Any]]:

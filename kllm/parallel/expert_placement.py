@@ -7,6 +7,7 @@ are copied and all are spread so that the busiest rank has as little to do as po
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 from kllm.config import ParallelConfig
 from kllm.errors import ConfigError
@@ -55,34 +56,30 @@ class ExpertOptions:
 
     backend: str = "auto"  # one of `kllm.config.EP_BACKENDS`
     redundant: int = 0  # copies besides the first, of all experts together
-    placements: Mapping[int, ExpertPlacement] = field(default_factory=dict)  # by layer; others
-    # have `in_order`
+    counts: Mapping[int, Sequence[int]] = field(default_factory=dict)  # [E] tokens, by layer
 
     @classmethod
-    def of(cls, layout: ParallelConfig) -> "ExpertOptions":
-        """What a layout says."""
-        return cls(backend=layout.ep_backend, redundant=layout.redundant_experts)
+    def of(cls, layout: ParallelConfig, counts: Mapping[int, Sequence[int]] | None = None) -> Self:
+        """What a layout says, and the routing that was measured."""
+        return cls(
+            backend=layout.ep_backend, redundant=layout.redundant_experts, counts=counts or {}
+        )
 
     def placement(self, layer: int, num_experts: int, ranks: int) -> ExpertPlacement:
-        """The placement of a layer.
+        """The placement of a layer: balanced where its routing was measured, else in order.
 
         Raises:
-            ConfigError: as `in_order`, and for a measured placement of another layout.
+            ConfigError: as `in_order`, and for counts of another number of experts.
         """
-        usual = in_order(num_experts, self.redundant, ranks)
-        found = self.placements.get(layer, usual)
-        if (found.num_experts, found.ranks, len(found.slots)) != (
-            num_experts,
-            ranks,
-            len(usual.slots),
-        ):
+        counts = self.counts.get(layer)
+        if counts is None:
+            return in_order(num_experts, self.redundant, ranks)
+        if len(counts) != num_experts:
             raise ConfigError(
-                f"the expert placement of layer {layer} puts {found.num_experts} experts in "
-                f"{len(found.slots)} slots of {found.ranks} ranks, and this layout has "
-                f"{num_experts} experts, {len(usual.slots)} slots and {ranks} ranks; "
-                "measure it again in this layout"
+                f"layer {layer} has {num_experts} experts and routing counts of {len(counts)}; "
+                "measure it again with `kllm bench expert-balance`"
             )
-        return found
+        return balanced(counts, self.redundant, ranks)
 
 
 def imbalance(loads: Sequence[float]) -> float:

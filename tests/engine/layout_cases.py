@@ -89,6 +89,7 @@ def answers(
     pool: RankPool | None = None,
     *,
     new_tokens: int = NEW_TOKENS,
+    expert_placement: str = "",
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
 ) -> Answers:
     """Run the prompts through an engine of a layout; the steps `around` something."""
@@ -100,6 +101,7 @@ def answers(
         cache=CacheConfig(memory_bytes=8 << 20),
         max_model_len=320,
         parallel=layout,
+        expert_placement=expert_placement,
     )
     engine = Engine(config, ranks=pool)
     try:

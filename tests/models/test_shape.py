@@ -16,6 +16,7 @@ from kllm.models.deployment import Device, Load, deployment
 from kllm.models.load import rank_bytes, read_family_config
 from kllm.models.shape import model_shape
 from kllm.parallel.emulated import EmulatedComm
+from kllm.parallel.expert_placement import ExpertOptions
 from kllm.parallel.footprint import STORED, ModelShape, capacity, footprint
 from kllm.parallel.gpus import GPUS
 from kllm.parallel.layout import layouts, parse, problem, stage_bounds
@@ -42,11 +43,23 @@ def groups(layout: ParallelConfig, stage: int) -> Groups:
         return EmulatedComm(LINK, size=size, rank=rank, device=torch.device("cpu"))
 
     tp = comm(layout.tp)
-    return Groups(tp, tp, tp, comm(layout.ep), comm(layout.cp), comm(layout.pp, stage))
+    rest = comm(layout.ep), comm(layout.cp), comm(layout.pp, stage)
+    return Groups(tp, tp, tp, *rest, ExpertOptions.of(layout))
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=NAMES)
-@pytest.mark.parametrize("text", ["tp=1", "tp=2", "tp=2,ep=2", "dp=4,ep=4", "pp=2", "tp=2,pp=3"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "tp=1",
+        "tp=2",
+        "tp=2,ep=2",
+        "dp=4,ep=4",
+        "dp=2,ep=2,redundant_experts=4",
+        "pp=2",
+        "tp=2,pp=3",
+    ],
+)
 @pytest.mark.parametrize("mtp", [False, True], ids=["", "mtp"])
 def test_weight_bytes_are_those_of_the_network(family: Any, text: str, mtp: bool) -> None:
     """Every stage of a layout, built with its communicators."""

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from kllm.config import ParallelConfig
 from kllm.errors import ConfigError
 from kllm.layers.experts import ExpertRanks, RoutedExperts
 from kllm.parallel.expert_placement import (
@@ -121,11 +122,17 @@ def test_experts_that_do_not_divide_are_refused_with_what_would() -> None:
         in_order(8, 10, 2)
 
 
-def test_a_measured_placement_of_another_layout_is_refused() -> None:
-    options = ExpertOptions(redundant=8, placements={3: balanced([5, 1] * 4, 4, 4)})
-    assert options.placement(2, 8, 4) == in_order(8, 8, 4)
-    with pytest.raises(ConfigError, match="layer 3 puts 8 experts in 12 slots of 4 ranks"):
-        options.placement(3, 8, 4)
+def test_layers_with_measured_routing_are_balanced_and_others_in_order() -> None:
+    counts = [9, 5, 5, 1, 1, 1, 1, 1]
+    options = ExpertOptions.of(ParallelConfig(dp=4, ep=4, redundant_experts=4), {3: counts})
+    assert options.placement(3, 8, 4) == balanced(counts, 4, 4) != in_order(8, 4, 4)
+    assert options.placement(2, 8, 4) == in_order(8, 4, 4)
+
+
+def test_routing_of_another_number_of_experts_is_refused() -> None:
+    options = ExpertOptions.of(ParallelConfig(dp=2, ep=2), {3: [5, 1] * 4})
+    with pytest.raises(ConfigError, match="layer 3 has 16 experts and routing counts of 8; "):
+        options.placement(3, 16, 2)
 
 
 def test_no_load_at_all_is_balanced() -> None:
