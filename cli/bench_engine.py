@@ -124,6 +124,7 @@ def overhead(
     scale: Scale = "tiny",
     running: Annotated[int, typer.Option(min=1, help="Running requests, no model.")] = 256,
     batch: Annotated[int, typer.Option(min=1, help="Running requests, with the model.")] = 64,
+    layout: Layout = "",
     load: Load = "auto",
     device: Device = "auto",
     dtype: Dtype = "auto",

@@ -15,7 +15,7 @@ from kllm.bench.serve_loop import run_workload, warm_up
 from kllm.bench.workloads import Lengths, Workload
 from kllm.config import EngineConfig, ParallelConfig
 from kllm.engine.engine import Engine
-from kllm.engine.executor import InProcessExecutor
+from kllm.engine.executor import DeviceExecutor, InProcessExecutor
 from kllm.engine.multi_rank import MultiRankExecutor
 from kllm.engine.rank_pool import RankPool, launch
 from kllm.errors import CapacityError
@@ -128,7 +128,7 @@ class Side:
         sliced = fidelity == "rank-slice"
         self._groups = layout.dp if sliced else 1
         resolved = resolve(config)
-        self._executor: InProcessExecutor | MultiRankExecutor = (
+        self._executor: DeviceExecutor = (
             InProcessExecutor(config, resolved)
             if sliced
             else MultiRankExecutor(config, resolved, ranks.pool())

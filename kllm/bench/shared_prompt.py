@@ -5,9 +5,8 @@ one length of prompt, full of random entries; a step there is a step of the engi
 a prompt's steps would be after all those before it had run.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -15,8 +14,8 @@ from kllm.bench.prompt_time import Cost, Place
 from kllm.bench.timing import timed
 from kllm.cache.spec import CacheSpec
 from kllm.config import EngineConfig
-from kllm.core import Outcome, Plan, Request, SamplingParams
-from kllm.engine.executor import InProcessExecutor, Sharing
+from kllm.core import Plan, Request, SamplingParams
+from kllm.engine.executor import DeviceExecutor, InProcessExecutor
 from kllm.engine.multi_rank import MultiRankExecutor
 from kllm.engine.rank import DeviceMemory
 from kllm.engine.rank_pool import RankPool
@@ -30,24 +29,6 @@ from kllm.parallel.stripes import Stripes
 
 KINDS = (RING, ALL_GATHER, REPLICATED)
 GREEDY = SamplingParams(temperature=0.0, max_tokens=1)
-
-
-class Ranks(Protocol):
-    """What is needed of an executor."""
-
-    sharing: Sharing
-
-    def execute(self, plans: Sequence[Plan | None]) -> list[Outcome | None]:
-        """See `kllm.engine.executor.Executor`."""
-
-    def arrange(self, pages: Sequence[int], *, kind: str, tokens: int) -> None:
-        """See `InProcessExecutor`."""
-
-    def settle(self) -> list[DeviceMemory]:
-        """See `InProcessExecutor`."""
-
-    def close(self) -> None:
-        """See `kllm.engine.executor.Executor`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +60,7 @@ class SharedPrompt:
         self._vocab_size: int = resolved.config.vocab_size
         self._links: list[EmulatedComm] = []
         self._cp: EmulatedComm | None = None
-        self.ranks: Ranks
+        self.ranks: DeviceExecutor
         if config.fidelity == "rank-slice":
             self.ranks = sliced = InProcessExecutor(config, resolved)
             found = sliced.groups

@@ -41,6 +41,7 @@ class StepStats:
     num_prefill_tokens: int = 0
     schedule_s: float = 0.0  # choosing and building the plan
     execute_s: float = 0.0
+    run_s: float = 0.0  # of that: the slowest rank's, from its plan to its tokens
     output_s: float = 0.0  # advancing requests, detokenising
 
 
@@ -240,6 +241,7 @@ class Engine:
                 num_prefill_tokens=num_tokens - num_decodes,
                 schedule_s=planned - begin,
                 execute_s=executed - planned,
+                run_s=self._executor.run_s,
                 output_s=time.perf_counter() - executed,
             ),
         )

@@ -40,6 +40,10 @@ class Executor(Protocol):
 
     sharing: Sharing
 
+    @property
+    def run_s(self) -> float:
+        """Host seconds that the slowest rank took for its share of the last step."""
+
     def execute(self, plans: Sequence[Plan | None]) -> list[Outcome | None]:
         """Run one step of every group and return its sampled tokens.
 
@@ -50,6 +54,25 @@ class Executor(Protocol):
 
     def close(self) -> None:
         """Give memory and processes back."""
+
+
+class DeviceExecutor(Executor, Protocol):
+    """An executor whose ranks have devices, with what measurements need of these."""
+
+    def arrange(self, pages: Sequence[int], *, kind: str, tokens: int) -> None:
+        """Replace the KV pools by ones of random entries, for measuring prompts.
+
+        Args:
+            pages: of each context-parallel rank.
+            kind: of context parallelism.
+            tokens: a request holds at most.
+
+        Raises:
+            torch.OutOfMemoryError: when a device cannot hold it.
+        """
+
+    def settle(self) -> list[DeviceMemory]:
+        """Wait for the device of each rank here; its memory since the last call."""
 
 
 def sharing_of(config: EngineConfig, budget: KVBudget) -> Sharing:
@@ -96,6 +119,7 @@ class InProcessExecutor:
         self.sharing = Sharing(sharing.budget, 1, sharing.stripes, sharing.cp_kind)
         self._rank.allocate(sharing.budget, sharing.stripes, sharing.cp_kind)
         self._cp = place(config.parallel, number).cp
+        self.run_s = 0.0
 
     def execute(self, plans: Sequence[Plan | None]) -> list[Outcome | None]:
         """Run one step in this process."""
@@ -113,6 +137,7 @@ class InProcessExecutor:
             here = sampled_on(micro, self._cp, self.sharing.stripes)
             requests = tuple(requests[i] for i in here)
         found = self._rank.run(micro, requests)
+        self.run_s = found.run_s
         if self._layout.pp > 1:
             self._wait_for_other_stages(time.perf_counter() - begin, len(micro))
         return [merge([found], count)]
@@ -122,21 +147,13 @@ class InProcessExecutor:
         time.sleep(own_s * (self._layout.pp - 1) / micro)
 
     def arrange(self, pages: Sequence[int], *, kind: str, tokens: int) -> None:
-        """Replace the KV pool by one of random entries, for measuring prompts.
-
-        Args:
-            pages: of each context-parallel rank.
-            tokens: a request holds at most.
-
-        Raises:
-            torch.OutOfMemoryError: when the device cannot hold it.
-        """
+        """See `DeviceExecutor.arrange`."""
         assert self._rank is not None
         self.sharing = rearranged(self.sharing, pages[self._cp], kind, tokens)
         self._rank.allocate(self.sharing.budget, self.sharing.stripes, kind, fill=True)
 
     def settle(self) -> list[DeviceMemory]:
-        """Wait for the device; its memory since the last call."""
+        """See `DeviceExecutor.settle`."""
         assert self._rank is not None
         return [self._rank.settle()]
 

@@ -2,35 +2,27 @@
 
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 
 import torch
 
 from kllm.config import EngineConfig
-from kllm.core import Outcome, Plan, Request
+from kllm.core import Outcome, Plan
 from kllm.engine import torchrun
-from kllm.engine.executor import Sharing, merge, rearranged, sharing_of
+from kllm.engine.executor import Sharing, rearranged, sharing_of
 from kllm.engine.memory import KVBudget
 from kllm.engine.rank import DeviceMemory
 from kllm.engine.rank_pool import RankPool, check_host_memory, launch
-from kllm.engine.rank_protocol import Allocate, Build, Join, Release, Settle, Step
-from kllm.engine.step import sampled_on, steps_of
+from kllm.engine.rank_protocol import Allocate, Build, Join, Release, Settle
+from kllm.engine.rank_steps import RankSteps
 from kllm.errors import CapacityError
 from kllm.models.load import ResolvedModel, rank_bytes
 from kllm.parallel.distributed import host_store
-from kllm.parallel.layout import Place, place, rank_of
+from kllm.parallel.layout import place
 
 JOIN_TIMEOUT_S = 120.0
 BUILD_TIMEOUT_S = 1800.0  # weights may come from a slow disk
 _layouts = itertools.count()
-
-
-@dataclass(slots=True)
-class _Mirror:
-    """What a sampling rank knows of the requests it samples."""
-
-    outputs: dict[str, int] = field(default_factory=dict)  # id: output tokens it has seen
-    last: tuple[Request, ...] = ()
 
 
 class MultiRankExecutor:
@@ -68,71 +60,29 @@ class MultiRankExecutor:
         self.sharing: Sharing = sharing_of(config, smallest(budgets))
         allocate = Allocate(self.sharing.budget, self.sharing.stripes, self.sharing.cp_kind)
         self._pool.call([allocate] * layout.world, BUILD_TIMEOUT_S)
-        self._places = [place(layout, rank) for rank in range(layout.world)]
-        self._samplers = {
-            (dp, cp): rank_of(layout, Place(layout.pp - 1, dp, cp, 0))
-            for dp in range(layout.dp)
-            for cp in range(layout.cp)
-        }
-        self._mirrors = {at: _Mirror() for at in self._samplers}
+        self._steps = RankSteps(self._pool, layout, self.sharing)
 
     def execute(self, plans: Sequence[Plan | None]) -> list[Outcome | None]:
         """Run one step of every group."""
-        stripes = self.sharing.stripes
-        steps = steps_of(plans, self._layout, stripes)
-        sampled = [_sampled(plan) for plan in plans]
-        messages: dict[tuple[int, int], Step] = {}
-        for dp, cp in self._samplers:
-            mine = tuple(sampled[dp][i] for i in sampled_on(steps[dp], cp, stripes))
-            messages[dp, cp] = Step(steps[dp], self._news((dp, cp), mine))
-        silent = [Step(micro, ()) for micro in steps]
-        samplers = set(self._samplers.values())
-        answers = self._pool.call(
-            [
-                messages[at.dp, at.cp] if rank in samplers else silent[at.dp]
-                for rank, at in enumerate(self._places)
-            ]
-        )
-        outcomes: list[Outcome | None] = []
-        for dp, plan in enumerate(plans):
-            parts = [answers[self._samplers[dp, cp]] for cp in range(self._layout.cp)]
-            outcomes.append(None if plan is None else merge(parts, len(sampled[dp])))
-        return outcomes
+        return self._steps.execute(plans)
+
+    @property
+    def run_s(self) -> float:
+        """See `RankSteps.run_s`."""
+        return self._steps.run_s
 
     def arrange(self, pages: Sequence[int], *, kind: str, tokens: int) -> None:
-        """Replace the KV pools by ones of random entries, for measuring prompts.
-
-        Args:
-            pages: of each context-parallel rank.
-            tokens: a request holds at most.
-
-        Raises:
-            torch.OutOfMemoryError: when a device cannot hold it.
-        """
+        """See `DeviceExecutor.arrange`."""
         pools = [rearranged(self.sharing, count, kind, tokens) for count in pages]
         self.sharing = pools[0]
         messages = [Allocate(pool.budget, pool.stripes, kind, fill=True) for pool in pools]
-        self._pool.call([messages[at.cp] for at in self._places], BUILD_TIMEOUT_S)
+        places = [place(self._layout, rank) for rank in range(self._layout.world)]
+        self._pool.call([messages[at.cp] for at in places], BUILD_TIMEOUT_S)
+        self._steps = RankSteps(self._pool, self._layout, self.sharing)
 
     def settle(self) -> list[DeviceMemory]:
-        """Wait for the devices of all ranks; their memory since the last call."""
+        """See `DeviceExecutor.settle`."""
         return self._pool.call([Settle()] * self._layout.world)
-
-    def _news(
-        self, at: tuple[int, int], requests: tuple[Request, ...]
-    ) -> tuple[Request | str, ...] | None:
-        """What a sampling rank must be told of the requests of a step."""
-        mirror = self._mirrors[at]
-        seen = mirror.outputs
-        news = tuple(
-            request.id if seen.get(request.id) == len(request.output_ids) else request
-            for request in requests
-        )
-        # The rank adds the token that it samples, and forgets who is not in this step.
-        mirror.outputs = {request.id: len(request.output_ids) + 1 for request in requests}
-        same = requests == mirror.last and all(isinstance(item, str) for item in news)
-        mirror.last = requests
-        return None if same else news
 
     def close(self) -> None:
         """Free the ranks' memory; end their processes if they were started for this executor."""
@@ -145,12 +95,6 @@ class MultiRankExecutor:
 def smallest(budgets: Sequence[KVBudget]) -> KVBudget:
     """The pool that every rank can hold: all ranks use the same page numbers."""
     return min(budgets, key=lambda budget: budget.num_pages)
-
-
-def _sampled(plan: Plan | None) -> tuple[Request, ...]:
-    if plan is None:
-        return ()
-    return tuple(r for r, yes in zip(plan.requests, plan.samples.tolist(), strict=True) if yes)
 
 
 def _check_devices(config: EngineConfig, resolved: ResolvedModel) -> None:

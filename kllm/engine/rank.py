@@ -1,5 +1,6 @@
 """One rank of a layout: its network, its KV pool, and its part of every step."""
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -150,6 +151,7 @@ class Rank:
             requests: those sampled here, in the order of `Share.sampled` over the micro-batches.
                 Pass the same object while they stay the same.
         """
+        begin = time.perf_counter()
         shares = [self._share(step) for step in micro]
         sampled = np.concatenate([share.sampled[share.sampled >= 0] for share in shares])
         logits = self._replay(micro, shares)
@@ -157,10 +159,11 @@ class Rank:
             logits = self._forward(micro, shares)
         if logits is None or not self.samples_here or not len(sampled):
             none = np.zeros(0, np.int64)
-            return RankOutcome(none, none)
+            return RankOutcome(none, none, run_s=time.perf_counter() - begin)
         assert len(requests) == len(sampled)
         tokens, logprobs = self._sampler(logits, requests)
-        return RankOutcome(sampled, tokens.cpu().numpy(), logprobs)
+        token_ids = tokens.cpu().numpy()
+        return RankOutcome(sampled, token_ids, logprobs, time.perf_counter() - begin)
 
     def settle(self) -> DeviceMemory:
         """Wait until the device has done all its work; what its memory was used for since."""

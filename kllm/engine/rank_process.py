@@ -34,7 +34,9 @@ from kllm.engine.rank_protocol import (
     Failure,
     Join,
     Release,
+    Runner,
     Settle,
+    StandIn,
     Step,
 )
 from kllm.engine.step import RankOutcome
@@ -55,6 +57,7 @@ class RankServer:
         self._device: torch.device
         self._groups: Groups | None = None
         self._rank: Rank | None = None
+        self._runner: Runner  # who runs steps: the rank, or who stands in for it
         self._known: dict[str, Request] = {}
         self._requests: tuple[Request, ...] = ()
 
@@ -63,6 +66,9 @@ class RankServer:
         match message:
             case Join():
                 self._join(message)
+                return True
+            case StandIn():
+                self._runner = message.rank
                 return True
             case Build():
                 return self._build()
@@ -98,19 +104,18 @@ class RankServer:
 
     def _build(self) -> KVBudget:
         assert self._groups is not None, "the ranks have not joined"
-        self._rank = Rank(
+        self._runner = self._rank = Rank(
             self._config, self._resolved, self._groups, number=self.number, device=self._device
         )
         return self._rank.budget
 
     def _step(self, message: Step) -> RankOutcome:
-        assert self._rank is not None
         if message.requests is not None:
             self._requests = tuple(
                 self._known[item] if isinstance(item, str) else item for item in message.requests
             )
             self._known = {request.id: request for request in self._requests}
-        outcome = self._rank.run(message.micro, self._requests)
+        outcome = self._runner.run(message.micro, self._requests)
         if len(outcome.sampled):
             for request, token in zip(self._requests, outcome.token_ids.tolist(), strict=True):
                 request.output_ids.append(token)

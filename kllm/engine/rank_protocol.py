@@ -4,12 +4,14 @@ A rank answers each message with one value. In between it sends None as a sign o
 the engine ends it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from kllm.config import EngineConfig
 from kllm.core import Request
 from kllm.engine.memory import KVBudget
-from kllm.engine.step import MicroStep
+from kllm.engine.step import MicroStep, RankOutcome
 from kllm.parallel.stripes import Stripes
 
 AUTHKEY = "KLLM_RANK_KEY"  # environment variable: what ranks prove themselves with
@@ -23,6 +25,20 @@ class Join:
     config: EngineConfig
     store: tuple[str, int]  # where the ranks meet
     prefix: str  # of this layout's keys there
+
+
+class Runner(Protocol):
+    """What runs a rank's share of a step."""
+
+    def run(self, micro: Sequence[MicroStep], requests: Sequence[Request]) -> RankOutcome:
+        """See `kllm.engine.rank.Rank.run`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StandIn:
+    """Run this in place of a rank, to measure what a step costs besides it; the answer is True."""
+
+    rank: Runner
 
 
 @dataclass(frozen=True, slots=True)

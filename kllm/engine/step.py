@@ -35,6 +35,7 @@ class RankOutcome:
     sampled: NDArray[np.int64]  # [S] index among the group's sampled requests
     token_ids: NDArray[np.int64]  # [S]
     logprobs: list[TokenLogprobs | None] | None = None
+    run_s: float = 0.0  # host seconds from the plan to the tokens
 
 
 def steps_of(

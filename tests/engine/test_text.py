@@ -34,6 +34,8 @@ class Bytes:
 class Script:
     """Says the text of each prompt id, one byte a token."""
 
+    run_s = 0.0
+
     def __init__(self, *texts: str) -> None:
         self.texts = [text.encode() for text in texts]
         self.broken = False
