@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kllm import kernels
+from kllm.attention.chunks import Chunk, chunks, prompts
 from kllm.attention.compressor import Compression, request_slots
 from kllm.attention.context import ForwardContext
 from kllm.attention.gathered import gather_prompts, gathers
@@ -23,21 +24,18 @@ from kllm.attention.indexing import (
     visible_slots,
 )
 from kllm.attention.ring import find_shards, ring_context, travelling, unpack_part
-from kllm.attention.ring_selection import part_of, select_travelling
-from kllm.attention.rings import (
-    Chunk,
+from kllm.attention.ring_buffers import (
     Tails,
-    chunks,
     gather_tails,
-    prompts,
     read_older,
     window_slots,
     write_ring,
 )
+from kllm.attention.ring_selection import part_of, select_travelling
+from kllm.attention.workspace import row_blocks
 from kllm.kernels import SoftmaxState, Span
 
 WINDOW = "window"  # the ring state of the newest keys
-BLOCK_BYTES = 1 << 28  # bounds index lists and scores of long prefills
 
 
 def attend(
@@ -71,7 +69,7 @@ def attend(
     near = [_near(ctx, layer, chunk, kv, window, tails) for chunk in chunks(ctx)]
     write_ring(ctx, WINDOW, layer, kv, tails)
     if kind and ring_context(ctx):
-        out = _attend_travelling(ctx, layer, q, near, sink, window, kind, index)
+        out = _attend_travelling_entries(ctx, layer, q, near, sink, window, kind, index)
     else:
         out = torch.empty_like(q)
         keys = iter(near)
@@ -178,9 +176,7 @@ def _attend_chunk(
     """Attention of one chunk, in blocks of queries: [rows of the chunk, H, D]."""
     out = torch.empty_like(q[chunk.rows])
     count = chunk.end // entries.ratio if entries else 0
-    block = max(16, BLOCK_BYTES // (16 * (count + window)))
-    for start in range(0, len(out), block):
-        rows = slice(start, min(start + block, len(out)))
+    for rows in row_blocks(len(out), 16 * (count + window)):
         segments = [(near, _window_rows(chunk, rows, near, window))]
         if entries and count:
             segments.append(entries.seen(chunk, rows, index))
@@ -189,7 +185,7 @@ def _attend_chunk(
     return out
 
 
-def _attend_travelling(
+def _attend_travelling_entries(
     ctx: ForwardContext,
     layer: int,
     q: Tensor,

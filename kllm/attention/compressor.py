@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 
 from kllm import kernels
+from kllm.attention.chunks import Chunk, chunks
 from kllm.attention.context import ForwardContext
-from kllm.attention.rings import (
-    Chunk,
+from kllm.attention.ring_buffers import (
     Tails,
-    chunks,
     gather_tails,
     read_older,
     window_slots,

@@ -11,9 +11,8 @@ from torch import Tensor
 
 from kllm import kernels
 from kllm.attention.context import ForwardContext
+from kllm.attention.workspace import row_blocks
 from kllm.cache.pool import KVPool
-
-BLOCK_BYTES = 1 << 28  # bounds the scores of a step's decodes
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +56,7 @@ def visible_slots(ctx: ForwardContext, ratio: int) -> Tensor:
 def best_slots(ctx: ForwardContext, layer: int, slots: Tensor, index: IndexQuery) -> Tensor:
     """[decodes, topk]: the slots that each decode's indexer scores best, -1 where fewer."""
     best = []
-    block = max(1, BLOCK_BYTES // (4 * slots.shape[1] * index.q.shape[2]))
-    for start in range(0, len(slots), block):
-        rows = slice(start, min(start + block, len(slots)))
+    for rows in row_blocks(len(slots), 4 * slots.shape[1] * index.q.shape[2]):
         keys, own = stored_keys(ctx.pool, index.state, layer, slots[rows])
         scores = kernels.index_scores(index.q[rows], index.weights[rows], keys, own)
         best.append(slots[rows].gather(1, kernels.top_entries(scores, index.topk)))

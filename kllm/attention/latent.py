@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kllm import kernels
-from kllm.attention.rings import Chunk
+from kllm.attention.chunks import Chunk
 from kllm.kernels import SoftmaxState, Span
 
 EXPANDED_BYTES = 1 << 29  # bounds the keys and values that a block of latents is expanded to

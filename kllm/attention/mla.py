@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kllm import kernels
+from kllm.attention.chunks import Chunk, chunks, prompts
 from kllm.attention.compressor import request_slots
 from kllm.attention.context import ForwardContext
 from kllm.attention.gathered import gather_prompts, gathers, store_entries
@@ -35,14 +36,13 @@ from kllm.attention.indexing import (
     visible_slots,
 )
 from kllm.attention.latent import LatentHeads, LatentSoftmax, expanding_pays
-from kllm.attention.mla_ring import attend_travelling
+from kllm.attention.mla_ring import attend_travelling_latents
 from kllm.attention.ring import causal_span, find_shards, ring_context, sharded_context
 from kllm.attention.ring_selection import select_travelling
-from kllm.attention.rings import Chunk, chunks, prompts
+from kllm.attention.workspace import row_blocks
 
 LATENT = "latent"  # paged state: latent, then rotary key
 INDEX_KEY = "index_key"  # paged state of the indexer
-BLOCK_BYTES = 1 << 28  # bounds index lists, masks, expanded heads and scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,7 +168,7 @@ def attend(
         out[count] = _attend_decodes(ctx, layer, q[count], heads, slots)
     selected = selection.chunks if selection else (None,) * len(chunks(ctx))
     if ring_context(ctx):
-        attend_travelling(ctx, layer, LATENT, q, heads, selected, out)
+        attend_travelling_latents(ctx, layer, LATENT, q, heads, selected, out)
         return out
     chosen = {run.request: ids for run, ids in zip(chunks(ctx), selected, strict=True)}
     gathered = gather_prompts(ctx, LATENT, layer) if gathers(ctx) else None
@@ -238,7 +238,7 @@ def _read(ctx: ForwardContext, name: str, layer: int, chunk: Chunk) -> Tensor:
     """[context, channels]: all entries of a chunk's request, its own included."""
     slots = _chunk_slots(ctx, chunk)
     # Packed entries pass through float32 when they are unpacked: in blocks, to bound that.
-    parts = _row_blocks(len(slots), 8 * ctx.pool.pages(name, layer).shape[-1])
+    parts = row_blocks(len(slots), 8 * ctx.pool.pages(name, layer).shape[-1])
     if ctx.pool.kv_dtype != "fp8" or len(parts) == 1:
         return ctx.pool.read(name, layer, slots).squeeze(1)
     return torch.cat([ctx.pool.read(name, layer, slots[rows]).squeeze(1) for rows in parts])
@@ -250,7 +250,7 @@ def _select_chunk(chunk: Chunk, index: IndexQuery, keys: Tensor) -> Tensor | Non
         return None
     count = chunk.end - chunk.start
     chosen = torch.full((count, index.topk), -1, dtype=torch.int32, device=keys.device)
-    for rows in _row_blocks(count, 16 * chunk.end):
+    for rows in row_blocks(count, 16 * chunk.end):
         seen = chunk.start + rows.stop
         own = slice(chunk.rows.start + rows.start, chunk.rows.start + rows.stop)
         scores = kernels.index_scores(index.q[own], index.weights[own], keys[:seen])
@@ -268,7 +268,7 @@ def _attend_decodes(
     if ctx.pool.kv_dtype == "fp8":  # but packed ones are unpacked first
         row_bytes = 4 * slots.shape[1] * (heads.keys.shape[2] + heads.rope)
     out = q.new_empty(*q.shape[:2], heads.values.shape[1])
-    for rows in _row_blocks(len(q), row_bytes):
+    for rows in row_blocks(len(q), row_bytes):
         out[rows] = heads.attend(q[rows], *stored_keys(ctx.pool, LATENT, layer, slots[rows]))
     return out
 
@@ -279,7 +279,7 @@ def _absorbed(
     """A chunk's attention to entries as they are: q [n, H, N + rope] -> [n, H, V]."""
     out = q.new_empty(*q.shape[:2], heads.values.shape[1])
     widths = 2 * heads.keys.shape[2] + heads.rope  # absorbed query and weighted latent
-    for rows in _row_blocks(len(q), 4 * q.shape[1] * widths + 8 * chunk.end):
+    for rows in row_blocks(len(q), 4 * q.shape[1] * widths + 8 * chunk.end):
         if chosen is not None:
             idx = chosen[rows]
         else:
@@ -297,7 +297,7 @@ def _expanded(
     value = heads.values.shape[1]
     latent, rotary = stored[:, :rank], stored[:, rank:]
     out = q.new_empty(*q.shape[:2], value)
-    for own in _row_blocks(q.shape[1], 8 * chunk.end * (2 * plain + heads.rope + value)):
+    for own in row_blocks(q.shape[1], 8 * chunk.end * (2 * plain + heads.rope + value)):
         shared = rotary.expand(own.stop - own.start, -1, -1)
         key = torch.cat((latent @ heads.keys[own].transpose(1, 2), shared), dim=2)  # [h, S, D]
         values = latent @ heads.values[own].transpose(1, 2)  # [h, S, V]
@@ -324,7 +324,7 @@ def _masks(
     if chosen is None and chunk.start == 0:
         yield slice(0, count), None
     else:
-        for rows in _row_blocks(count, 16 * chunk.end):
+        for rows in row_blocks(count, 16 * chunk.end):
             yield rows, _mask(chunk, rows, chosen, device)
 
 
@@ -343,9 +343,3 @@ def _places(chunk: Chunk, rows: slice, device: torch.device) -> Tensor:
     """[rows, 1] int64 positions of some of a chunk's tokens."""
     first = chunk.start + rows.start
     return torch.arange(first, chunk.start + rows.stop, device=device).unsqueeze(1)
-
-
-def _row_blocks(count: int, row_bytes: int) -> list[slice]:
-    """Slices that cover `count` rows, each of at most `BLOCK_BYTES` (but at least one row)."""
-    size = max(1, BLOCK_BYTES // max(row_bytes, 1))
-    return [slice(start, min(start + size, count)) for start in range(0, count, size)]

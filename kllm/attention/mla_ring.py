@@ -57,7 +57,7 @@ class _Job:
         self.softmax.add(entries, dense)
 
 
-def attend_travelling(
+def attend_travelling_latents(
     ctx: ForwardContext,
     layer: int,
     name: str,

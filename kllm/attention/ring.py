@@ -21,8 +21,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kllm.attention.chunks import Chunk, chunks
 from kllm.attention.context import ForwardContext, SequenceContext
-from kllm.attention.rings import Chunk, chunks
 from kllm.cache.pool import KVPool
 from kllm.cache.shards import held_slots
 from kllm.kernels import Span

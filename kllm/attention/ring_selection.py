@@ -13,10 +13,9 @@ from kllm import kernels
 from kllm.attention.context import ForwardContext
 from kllm.attention.indexing import IndexQuery
 from kllm.attention.ring import ShardedPiece, Shards, travelling, unpack_part
+from kllm.attention.workspace import row_blocks
 from kllm.cache.shards import entry_places, entry_ranks, held_entries
 from kllm.kernels import Span
-
-BLOCK_BYTES = 1 << 28  # bounds the scores of long prefills
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,10 +81,9 @@ def _add_span(
     best: _Best, piece: ShardedPiece, span: Span, keys: Tensor, ids: Tensor, index: IndexQuery
 ) -> None:
     """Score the keys [s, D] of one rank for a span of a piece's queries, in blocks of these."""
-    size = max(1, BLOCK_BYTES // (16 * len(keys)))
     place = torch.arange(len(keys), device=keys.device)
-    for start in range(0, span.count, size):
-        stop = min(start + size, span.count)
+    for block in row_blocks(span.count, 16 * len(keys)):
+        start, stop = block.start, block.stop
         rows = slice(span.rows.start + start, span.rows.start + stop)
         own = slice(piece.rows.start + rows.start, piece.rows.start + rows.stop)
         scores = kernels.index_scores(index.q[own], index.weights[own], keys)

@@ -77,12 +77,12 @@ class SequenceAttention:
         alone = decodes_alone(ctx)
         if alone is not None:
             out[:n] = self.backend.attend(alone, layer, q[:n], k[:n], v[:n])
-        attend = attend_gathered if gathers(ctx) else attend_travelling
+        attend = attend_gathered_kv if gathers(ctx) else attend_travelling_kv
         attend(ctx, layer, q, out)
         return out
 
 
-def attend_travelling(ctx: ForwardContext, layer: int, q: Tensor, out: Tensor) -> None:
+def attend_travelling_kv(ctx: ForwardContext, layer: int, q: Tensor, out: Tensor) -> None:
     """Attention of the step's prompts while keys and values travel; fills their rows of `out`.
 
     Args:
@@ -105,7 +105,7 @@ def attend_travelling(ctx: ForwardContext, layer: int, q: Tensor, out: Tensor) -
             out[piece.rows] = kernels.finish_softmax(state, out.dtype)
 
 
-def attend_gathered(ctx: ForwardContext, layer: int, q: Tensor, out: Tensor) -> None:
+def attend_gathered_kv(ctx: ForwardContext, layer: int, q: Tensor, out: Tensor) -> None:
     """The same with the keys and values of whole prompts, gathered from all ranks."""
     prompts = gather_prompts(ctx, STATE, layer)
     for piece, entries in zip(find_shards(ctx, 1).pieces, prompts, strict=True):

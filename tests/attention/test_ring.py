@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kllm.attention import gathered, latent, mla, mla_ring, ring, ring_selection
+from kllm.attention import gathered, latent, mla, mla_ring, ring, workspace
 from kllm.attention.context import ForwardContext
 from kllm.attention.ring import travel
 from kllm.attention.sequence_parallel import SequenceAttention
@@ -46,7 +46,7 @@ def forms(expanded: bool | None) -> Iterator[None]:
     """MLA in one form only, in small pieces; None: GQA, which has one form."""
     with (
         patch.object(latent, "EXPANDED_BYTES", 1 << 12),
-        patch.object(ring_selection, "BLOCK_BYTES", 1 << 12),
+        patch.object(workspace, "BLOCK_BYTES", 1 << 12),
         patch.object(ring, "UNPACK_BYTES", 1 << 10),
     ):
         if expanded is None:

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from kllm.attention import compressed, indexing
+from kllm.attention import workspace
 from kllm.attention.context import ForwardContext
 from kllm.cache.pool import KVPool
 from kllm.kernels import reference
@@ -70,8 +70,7 @@ def test_rings_without_rewind_lose_tokens_that_are_needed() -> None:
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Work space as if the context were huge: everything in many small blocks."""
-    monkeypatch.setattr(compressed, "BLOCK_BYTES", 1)
-    monkeypatch.setattr(indexing, "BLOCK_BYTES", 1)
+    monkeypatch.setattr(workspace, "BLOCK_BYTES", 1)
     monkeypatch.setattr(reference, "WORKSPACE_BYTES", 1 << 10)
 
 

@@ -10,10 +10,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from kllm.attention import indexing, mla
+from kllm.attention import mla, workspace
+from kllm.attention.chunks import Chunk
 from kllm.attention.context import ForwardContext
 from kllm.attention.latent import LatentHeads, expanding_pays
-from kllm.attention.rings import Chunk
 from kllm.errors import ConfigError
 from kllm.kernels import reference
 from kllm.models import glm_moe_dsa, presets
@@ -42,8 +42,7 @@ V3 = glm_moe_dsa.read_config(presets.load("deepseek-v3"))
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Work space as if the context were huge: everything in many small blocks."""
-    monkeypatch.setattr(mla, "BLOCK_BYTES", 1 << 10)
-    monkeypatch.setattr(indexing, "BLOCK_BYTES", 1)
+    monkeypatch.setattr(workspace, "BLOCK_BYTES", 1 << 10)
     monkeypatch.setattr(reference, "WORKSPACE_BYTES", 1 << 10)
 
 

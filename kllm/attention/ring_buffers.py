@@ -1,8 +1,9 @@
-"""Ring states of a step: the newest rows of each request, addressed by position.
+"""Ring buffers: the newest rows of each request's window and tails, addressed by position.
 
-A step writes the rows of its tokens and reads older ones. Requests that run one token
-(decodes) are handled as tensors, with shapes that depend on the batch only, so that a CUDA
-graph can hold them; longer ones (chunks) one by one, with lengths the host knows.
+A step writes the rows of its tokens and reads older ones. Requests that run one token (decodes)
+are handled as tensors, with shapes that depend on the batch only, so that a CUDA graph can hold
+them; longer ones (chunks) one by one, with lengths the host knows. (The ring of ring attention is
+another one, of ranks: `kllm.attention.ring`.)
 
 Under context parallelism a chunk is one stretch of a piece that the ranks of a group run together,
 and each rank keeps the rings of all requests. So the rows of a piece that stay in the ring are
@@ -11,27 +12,16 @@ ranks may differ (`gather_tails`). What comes before the piece is in every rank'
 """
 
 from dataclasses import dataclass
-from itertools import groupby
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kllm.attention.chunks import Chunk, chunks
 from kllm.attention.context import ForwardContext, SequenceContext, to_device
 from kllm.parallel.sequence import Piece
 from kllm.parallel.stripes import Stripes
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """A request that runs several tokens in this step, or a stretch of a group's piece."""
-
-    request: int  # its index in the step
-    rows: slice  # its tokens in the flat batch
-    start: int  # position of the first of them
-    end: int  # position behind the last of them
-    piece: int = -1  # which of the group's pieces it is a stretch of; -1: it runs on this rank only
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,30 +51,6 @@ class _Seams:
         """The index of a piece's position among the S rows."""
         before = sum(len(positions) for positions in self.positions[:piece])
         return before + int(np.searchsorted(self.positions[piece], position))
-
-
-def chunks(ctx: ForwardContext) -> list[Chunk]:
-    """The requests of the step that are not decodes, in order."""
-    found: list[Chunk] = ctx.shared.get("chunks", [])
-    if "chunks" not in ctx.shared:
-        pieces = {}
-        if ctx.sequence is not None:
-            for i, piece in enumerate(ctx.sequence.step.pieces):
-                pieces.update(dict.fromkeys(range(piece.entries.start, piece.entries.stop), i))
-        row = ctx.num_decodes
-        for request in range(ctx.num_decodes, len(ctx.query_lens_host)):
-            length, end = int(ctx.query_lens_host[request]), int(ctx.context_lens_host[request])
-            rows = slice(row, row + length)
-            found.append(Chunk(request, rows, end - length, end, pieces.get(request, -1)))
-            row += length
-        ctx.shared["chunks"] = found
-    return found
-
-
-def prompts(ctx: ForwardContext) -> list[list[Chunk]]:
-    """The chunks of each prompt, in order: one, or the stretches of a group's piece."""
-    found = groupby(chunks(ctx), key=lambda c: (c.piece, c.request if c.piece < 0 else 0))
-    return [list(stretches) for _, stretches in found]
 
 
 def gather_tails(
