@@ -23,8 +23,9 @@ endif
 tune: $(VENV)/.installed
 	$(BIN)/kllm tune --model deepseek-v4
 
+# Two workers, as many cores as the smallest machine has: tests start processes of their own.
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -q
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 # mypy finds kllm.cli and the other mapped folders in a real install only, not in an editable one.
 check: $(VENV)/.installed-dev
