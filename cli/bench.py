@@ -3,6 +3,7 @@
 import typer
 
 from kllm.cli.bench_engine import compare_power, latency, overhead, throughput, vs_transformers
+from kllm.cli.bench_experts import expert_balance
 from kllm.cli.bench_parallel import fidelity, ring_vs_allgather, tp_vs_dp_attention
 from kllm.cli.console import out
 from kllm.cli.options import AsJson
@@ -37,3 +38,4 @@ bench_app.command("compare-power")(compare_power)
 bench_app.command("fidelity")(fidelity)
 bench_app.command("ring-vs-allgather")(ring_vs_allgather)
 bench_app.command("tp-vs-dp-attention")(tp_vs_dp_attention)
+bench_app.command("expert-balance")(expert_balance)

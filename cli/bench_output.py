@@ -7,7 +7,7 @@ from kllm.cli.console import out
 if TYPE_CHECKING:
     from kllm.results.schema import RunResult, Series
 
-DETAILS = ("requests", "pairs")  # series that are stored and not printed
+DETAILS = ("requests", "pairs", "routing", "sweep:layers")  # series that are stored and not printed
 # Ends of intervals, and what a table of a load is too narrow for; all are in the result file.
 NOT_SHOWN = (
     *("_lo", "_hi", "_p90_ms", "_mean_ms", "e2e_p50_ms", "e2e_p99_ms"),

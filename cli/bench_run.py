@@ -38,6 +38,7 @@ class BenchOptions:
     fidelity: str = "real"
     link: str = "nvlink4"
     kv_mib: int = 0
+    expert_placement: str = ""
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> Self:
@@ -61,6 +62,7 @@ class BenchOptions:
             parallel=parse(self.layout) if self.layout else ParallelConfig(),
             fidelity=self.fidelity,  # type: ignore[arg-type]  # EngineConfig checks it
             link=self.link,
+            expert_placement=self.expert_placement,
         )
 
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from kllm.cli.options import AsJson, Device, Dtype, Layout, Load, Model
+from kllm.cli.options import AsJson, Device, Dtype, ExpertPlacement, Layout, Load, Model
 
 if TYPE_CHECKING:
     from kllm.core import Request
@@ -41,6 +41,7 @@ def generate(
         list[str] | None, typer.Option(help="End before this text; may be given repeatedly.")
     ] = None,
     layout: Layout = "",
+    expert_placement: ExpertPlacement = "",
     load: Load = "auto",
     device: Device = "auto",
     dtype: Dtype = "auto",
@@ -73,6 +74,7 @@ def generate(
         device=device,
         dtype=dtype,
         parallel=parse(layout) if layout else ParallelConfig(),
+        expert_placement=expert_placement,
     )
     resolved = resolve(config)
     ids = prompt_ids(_tokenizer(resolved), prompt, system, raw)

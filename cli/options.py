@@ -32,6 +32,12 @@ KvDtype = Annotated[str, typer.Option(help="Dtype of the KV cache: auto, a dtype
 Repeats = Annotated[int, typer.Option(min=1, help="Measurements of each point.")]
 Seed = Annotated[int, typer.Option(help="Seed of weights, lengths and prompts.")]
 Output = Annotated[Path, typer.Option(help="Result file (.json), or the folder for it.")]
+ExpertPlacement = Annotated[
+    str,
+    typer.Option(
+        help="Result of `bench expert-balance`: experts are placed by its routing; empty: in order."
+    ),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 

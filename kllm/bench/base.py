@@ -139,6 +139,12 @@ def _tp_vs_dp_attention() -> Callable[..., Bench]:
     return TpVsDpBench
 
 
+def _expert_balance() -> Callable[..., Bench]:
+    from kllm.bench.expert_balance import ExpertBalanceBench
+
+    return ExpertBalanceBench
+
+
 BENCHES: Registry[Entry] = Registry(
     "bench",
     {
@@ -164,6 +170,11 @@ BENCHES: Registry[Entry] = Registry(
             "attention cut by heads against attention by request, experts spread in both",
             "requests in flight, prompt length, skew",
             _tp_vs_dp_attention,
+        ),
+        "expert-balance": Entry(
+            "load of expert ranks with experts placed by measured routing, and what copies cost",
+            "redundant experts, drift of the routing",
+            _expert_balance,
         ),
         "compare-power": Entry(
             "false alarms and detections of `kllm compare` on this machine",

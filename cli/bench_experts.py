@@ -1,0 +1,86 @@
+"""`kllm bench expert-balance`: where experts lie, how often, and what that gains."""
+
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from kllm.cli.bench_run import BenchOptions, run_and_show
+from kllm.cli.options import (
+    DEFAULT_OUTPUT,
+    AsJson,
+    Device,
+    Dtype,
+    KvDtype,
+    Load,
+    Model,
+    Output,
+    Repeats,
+    Seed,
+    integers,
+)
+
+if TYPE_CHECKING:
+    from kllm.bench.workloads import Workload
+    from kllm.config import EngineConfig
+
+REAL, WORKLOAD = "real", "chat"
+
+
+def expert_balance(
+    model: Model = "deepseek-v4",
+    ep: Annotated[int, typer.Option(min=2, help="Ranks that the experts are spread over.")] = 8,
+    redundant: Annotated[
+        str, typer.Option(help="Redundant experts of a layer, as in 0,8,16.")
+    ] = "0,8,16,32",
+    trace: Annotated[
+        str, typer.Option(help="real: count a run's routing; zipf:1.0: draw it with that exponent.")
+    ] = REAL,
+    workload: Annotated[
+        str,
+        typer.Option(help="What a real trace runs: chat, ..., ISL:OSL:C or a trace file; chat."),
+    ] = "",
+    gpu: Annotated[
+        str, typer.Option(help="GPU for the cost of copies: h100, h200, b200 or b300.")
+    ] = "h200",
+    scale: Annotated[
+        str, typer.Option(help="full, layers:N or tiny; auto: what fits; full if nothing runs.")
+    ] = "auto",
+    token_budget: Annotated[int, typer.Option(min=1, help="Tokens a step may hold.")] = 2048,
+    load: Load = "auto",
+    device: Device = "auto",
+    dtype: Dtype = "auto",
+    kv_dtype: KvDtype = "auto",
+    repeats: Repeats = 3,
+    seed: Seed = 0,
+    output: Output = DEFAULT_OUTPUT,
+    as_json: AsJson = False,
+) -> None:
+    """Predict the load of expert ranks by measured routing, and what redundant experts cost."""
+    from kllm.bench.base import BENCHES
+    from kllm.bench.expert_balance_trace import Zipf
+    from kllm.errors import ConfigError
+
+    if trace != REAL and workload:
+        raise ConfigError("--workload is what a real trace runs; leave it out, or --trace")
+    if trace != REAL and scale == "auto":
+        scale = "full"
+    options = BenchOptions.of(locals())
+    source = Zipf.parse(trace) if trace != REAL else _workload(options.config(), workload)
+    made = BENCHES["expert-balance"].load()(
+        ep=ep, redundant=integers("--redundant", redundant), trace=source, gpu=gpu
+    )
+    run_and_show(made, options)
+
+
+def _workload(config: "EngineConfig", text: str) -> "Workload":
+    from kllm.bench.base import is_small
+    from kllm.bench.workloads import choose
+    from kllm.models.load import resolve
+
+    resolved = resolve(config)
+    return choose(
+        text or WORKLOAD,
+        max_model_len=resolved.config.max_position_embeddings,
+        small=is_small(resolved.scale, resolved.device),
+        seed=config.seed,
+    )
