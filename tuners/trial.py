@@ -105,7 +105,9 @@ class WorkerRunner:
         try:
             outcome = watch.follow(request, limit)
         except BaseException:
-            self.close()  # interrupted: the run's remains must not answer the next one
+            # Interrupted: the run's remains must not answer the next one, and nobody waits for it.
+            self._worker.kill()
+            self.close()
             raise
         if watch.broken:
             self.close()

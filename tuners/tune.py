@@ -117,6 +117,7 @@ def tune(
     Raises:
         ConfigError, CapacityError, DataError: before anything is run, for what cannot be.
         KllmError: the default settings cannot run, or every trial failed.
+        KeyboardInterrupt: Ctrl-C before the search, while there is nothing to store.
     """
     # Optuna would log every trial and warn of what it calls experimental.
     optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -129,20 +130,19 @@ def tune(
     setup = prepare(request)
     check_writable(options.output)
     runner = runner or WorkerRunner(memory_limit_bytes=memory_limit(setup.device))
-    with listening(interrupt, lambda: watcher.note(STOPPING)):
-        try:
-            session = _Session(setup, request, options, watcher, runner, interrupt)
-            session.open()
+    session = _Session(setup, request, options, watcher, runner, interrupt)
+    try:
+        session.open()
+        with listening(interrupt, lambda: watcher.note(STOPPING)):
             try:
                 ended = session.search.run(trials=options.trials, timeout_s=options.timeout_s)
+                if ended != "interrupted":
+                    return session.finish(ended, started_at, lambda: time.monotonic() - begin)
             except KeyboardInterrupt:
-                ended = "interrupted"
-            if ended == "interrupted":
-                best = session.feasible_best()
-                return Tuned(study=session.name, setup=session.setup, best=best, interrupted=True)
-            return session.finish(ended, started_at, lambda: time.monotonic() - begin)
-        finally:
-            runner.close()
+                pass  # asked twice: what was stored until now stays
+            return session.interrupted()
+    finally:
+        runner.close()
 
 
 def check_writable(folder: Path) -> None:
@@ -288,10 +288,12 @@ class _Session:
         part, _ = self.setup.share(self.setup.workload, settings)
         return pilot if pilot.num_requests == part.num_requests else None
 
-    def feasible_best(self) -> Trial | None:
-        """The best complete trial, if it meets the SLO."""
+    def interrupted(self) -> Tuned:
+        """Where the study stands: the best complete trial, if it meets the SLO."""
         best = self.search.best()
-        return best if best is not None and self.setup.goal.feasible(best.metrics) else None
+        if best is not None and not self.setup.goal.feasible(best.metrics):
+            best = None
+        return Tuned(study=self.name, setup=self.setup, best=best, interrupted=True)
 
     def finish(self, ended: str, started_at: datetime, seconds: Callable[[], float]) -> Tuned:
         """Measure the winner again and write everything."""

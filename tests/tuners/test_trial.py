@@ -1,7 +1,9 @@
 """Whatever a worker does, a trial ends with a reason and the next one runs."""
 
+import itertools
 import json
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -157,3 +159,21 @@ def test_failed_config_does_not_leak_into_the_next(make) -> None:
     runner.run(BAD, WORKLOAD)
     other = replace(GOOD, scheduler=SchedulerConfig(token_budget=128))
     assert runner.run(other, WORKLOAD).num_requests == 64
+
+
+def test_an_interrupted_run_does_not_wait_for_its_worker() -> None:
+    """A worker that still imports its libraries hears nothing; it is not asked to end."""
+    calls = itertools.count()
+
+    def clock() -> float:
+        if next(calls) == 2:
+            raise KeyboardInterrupt
+        return time.monotonic()
+
+    command = (sys.executable, "-c", "import time; time.sleep(60)")
+    runner = WorkerRunner(command=command, clock=clock)
+    begin = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        runner.run(GOOD, WORKLOAD)
+    assert time.monotonic() - begin < trial.CLOSE_GRACE_S
+    assert runner._worker is None

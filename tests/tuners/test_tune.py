@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from kllm.results import compare as comparing
 from kllm.results import store
 from kllm.tuners.resume import STORED
 from kllm.tuners.setup import Request
+from kllm.tuners.storage import open_storage
 from kllm.tuners.trial import WorkerRunner
 from kllm.tuners.tune import Options, Tuned, Watcher, tune
 
@@ -168,6 +170,40 @@ def test_output_that_cannot_be_written_is_refused_before_anything_runs() -> None
         run(Path("/proc/nothing"))
 
 
+@pytest.mark.timeout(60)
+def test_interrupt_of_the_pilot_run_ends_at_once_and_leaves_no_study(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is nothing yet that waiting for the run would save."""
+    pipe = tmp_path / "parked"
+    os.mkfifo(pipe)
+    monkeypatch.setenv("FAKE_PARKED", str(pipe))
+
+    def press() -> None:
+        pipe.read_text()  # the worker is in the middle of the run, and stays there
+        os.kill(os.getpid(), signal.SIGINT)
+
+    others = psutil.Process().children()
+    threading.Thread(target=press, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        run(tmp_path, '{"*": "wait"}')
+    assert psutil.Process().children() == others
+    assert open_storage(f"journal:{tmp_path / 'tune.journal'}").get_all_studies() == []
+
+
+def test_interrupt_of_the_final_comparison_leaves_a_study_to_resume(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupt(*args: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kllm.tuners.tune.compare", interrupt)
+    tuned = run(tmp_path, trials=1)
+    assert tuned.interrupted
+    assert tuned.result is None
+    assert tuned.best is not None
+
+
 class Tune:
     """A running fake_tune."""
 
@@ -271,3 +307,15 @@ def test_second_interrupt_stops_at_once_and_stores_the_trial_as_interrupted(star
     assert tune.wait() == 130
     assert tune.said("started")[-1][1] not in [n for n, _ in numbers(tune)]
     assert tune.said("best")[0][1] != "None"
+
+
+def test_sigterm_stops_at_once_and_the_study_goes_on(start) -> None:
+    first = start(PARK)
+    first.wait_until_parked()
+    first.process.send_signal(signal.SIGTERM)
+    assert first.wait() == 130
+    again = start("{}", "--resume")
+    assert again.wait() == 0
+    assert first.said("started")[-1][1] not in [n for n, _ in numbers(first)]
+    ran = [state for _, state in numbers(first) + numbers(again) if state != "pruned"]
+    assert len(ran) == 8
