@@ -1,11 +1,12 @@
 """The command line: the Typer app, and the one place that turns an error into an exit code.
 
 Exit codes: 0 done, 1 the run failed or a threshold was missed, 2 wrong usage or config,
-3 not enough hardware, 130 interrupted.
+3 not enough hardware, 130 interrupted by Ctrl-C or SIGTERM.
 """
 
 import errno
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Iterator
@@ -14,12 +15,13 @@ from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
+from typer.core import TyperGroup
 
 from kllm import __version__, env
 from kllm.cli.bench import bench_app
 from kllm.cli.compare import compare
 from kllm.cli.config import config_app
-from kllm.cli.console import err, out
+from kllm.cli.console import err, interrupted, out
 from kllm.cli.doctor import doctor
 from kllm.cli.generate import generate
 from kllm.cli.models import models
@@ -29,7 +31,20 @@ from kllm.cli.tune import tune
 from kllm.cli.tune_quality import tune_quality
 from kllm.errors import KllmError
 
+
+class _Root(TyperGroup):
+    """The root command, which says that it was interrupted where a command does not."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run the command; without this the library would end it in silence."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise interrupted("interrupted") from None
+
+
 app = typer.Typer(
+    cls=_Root,
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
@@ -71,12 +86,12 @@ def main() -> None:
         args.remove("--debug")
         os.environ["KLLM_DEBUG"] = "1"
     try:
-        with _torchrun():
+        with _torchrun(), _terminable():
             _run(args)
     except KllmError as error:
         _fail(str(error), error.exit_code)
     except KeyboardInterrupt:
-        _fail("interrupted", 130)
+        raise SystemExit(interrupted("interrupted").exit_code) from None
     except MemoryError:
         _fail("out of memory on the host; use a smaller scale, batch or KV memory", 3)
     except OSError as error:
@@ -101,6 +116,16 @@ def _torchrun() -> Iterator[None]:
         yield
     finally:
         torchrun.finish()
+
+
+@contextmanager
+def _terminable() -> Iterator[None]:
+    """Let SIGTERM, with which schedulers end a job, do what Ctrl-C does."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _run(args: list[str]) -> None:

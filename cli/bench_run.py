@@ -9,14 +9,12 @@ import typer
 
 from kllm.cli.bench_output import print_result
 from kllm.cli.bench_progress import progress
-from kllm.cli.console import err
+from kllm.cli.console import INTERRUPTED, err, interrupted
 
 if TYPE_CHECKING:
     from kllm.bench.base import Bench
     from kllm.config import EngineConfig
     from kllm.results.schema import RunResult
-
-INTERRUPTED = 130
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,9 +85,8 @@ def run_and_show(
         command = ("kllm", *sys.argv[1:])
         try:
             result, path = run_bench(bench, context, options.output, command)
-        except KeyboardInterrupt:  # the command-line library would end without a word
-            err.print("interrupted before anything was measured", highlight=False)
-            raise typer.Exit(INTERRUPTED) from None
+        except KeyboardInterrupt:
+            raise interrupted("interrupted before anything was measured") from None
     show(result, path, options.as_json)
     if result.extra.get("interrupted"):
         raise typer.Exit(INTERRUPTED)

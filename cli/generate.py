@@ -1,10 +1,12 @@
 """`kllm generate`: the answer of a real model to one prompt, as it is made."""
 
 import sys
+from contextlib import closing
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from kllm.cli.console import interrupted
 from kllm.cli.options import AsJson, Device, Dtype, ExpertPlacement, Layout, Load, Model
 
 if TYPE_CHECKING:
@@ -81,14 +83,19 @@ def generate(
     # One request: the KV pool holds it and nothing else.
     length = min(len(ids) + max_tokens, resolved.config.max_position_embeddings)
     seats = SchedulerConfig(max_batch=1)
-    engine = Engine(replace(config, max_model_len=length, scheduler=seats))
-    request = engine.add(ids, params, detokenize=True)
-    for piece in engine.stream(request):
-        if not as_json:
-            sys.stdout.write(piece)
-            sys.stdout.flush()
-    engine.close()
+    cut_short = False
+    with closing(Engine(replace(config, max_model_len=length, scheduler=seats))) as engine:
+        request = engine.add(ids, params, detokenize=True)
+        try:
+            for piece in engine.stream(request):
+                if not as_json:
+                    sys.stdout.write(piece)
+                    sys.stdout.flush()
+        except KeyboardInterrupt:  # what there is remains worth having
+            cut_short = True
     typer.echo(_document(resolved, request) if as_json else "")
+    if cut_short:
+        raise interrupted(f"interrupted after {len(request.output_ids)} of {max_tokens} tokens")
 
 
 def prompt_ids(tokenizer: "Tokenizer", prompt: str, system: str, raw: bool) -> list[int]:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kllm.cli.console import err
+from kllm.cli.console import err, interrupted
 from kllm.cli.options import DEFAULT_OUTPUT, AsJson, Device, Dtype, LinkName, Scale
 from kllm.cli.tune_output import end
 
@@ -88,8 +88,11 @@ def tune(
     from kllm.tuners.tune import tune as run
 
     request, options = _request(asked), _options(asked)
-    with view(err) as watcher:
-        tuned = run(request, options, watcher=watcher)
+    try:
+        with view(err) as watcher:
+            tuned = run(request, options, watcher=watcher)
+    except KeyboardInterrupt:
+        raise interrupted("interrupted before a trial was begun") from None
     end(tuned, _where(storage, output), as_json=as_json)
 
 

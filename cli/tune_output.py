@@ -4,15 +4,13 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from kllm.cli.console import err, out
+from kllm.cli.console import INTERRUPTED, interrupted, out
 
 if TYPE_CHECKING:
     from rich.table import Table
 
     from kllm.results.schema import RunResult
     from kllm.tuners.tune import Tuned
-
-INTERRUPTED = 130
 
 
 def end(tuned: "Tuned", where: str, *, as_json: bool) -> None:
@@ -29,8 +27,9 @@ def end(tuned: "Tuned", where: str, *, as_json: bool) -> None:
     from kllm.results.schema import encode
 
     if tuned.result is None:
-        _print_interrupted(tuned, where)
-        raise typer.Exit(INTERRUPTED)
+        _print_best(tuned)
+        how = f"--resume --study {tuned.study}{where}"
+        raise interrupted(f"interrupted; everything is stored. Continue with {how}")
     if as_json:
         typer.echo(encode(tuned.result).decode(), nl=False)
     else:
@@ -41,7 +40,7 @@ def end(tuned: "Tuned", where: str, *, as_json: bool) -> None:
         raise typer.Exit(INTERRUPTED)
 
 
-def _print_interrupted(tuned: "Tuned", where: str) -> None:
+def _print_best(tuned: "Tuned") -> None:
     from kllm.tuners.setup import describe
 
     space, goal = tuned.setup.space, tuned.setup.goal
@@ -52,11 +51,6 @@ def _print_interrupted(tuned: "Tuned", where: str) -> None:
         _line(f"best so far: {words}: {first.name} {value} (trial {tuned.best.number})")
     else:
         _line("best so far: nothing that meets the SLO")
-    err.print(
-        f"interrupted; everything is stored. Continue with --resume --study {tuned.study}{where}",
-        highlight=False,
-        soft_wrap=True,
-    )
 
 
 def _print_result(tuned: "Tuned") -> None:

@@ -1,6 +1,7 @@
 """The frame of the command line: quick help, one sentence and an exit code for each failure."""
 
 import errno
+import signal
 import subprocess
 import sys
 
@@ -62,6 +63,18 @@ def test_each_error_is_one_sentence_and_a_code(
     assert says in captured.err
     assert captured.err.count("\n") == 1
     assert captured.out == ""
+
+
+def test_sigterm_ends_a_command_as_ctrl_c_does(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(cli, "_run", lambda args: signal.raise_signal(signal.SIGTERM))
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == 130
+    assert capsys.readouterr() == ("", "interrupted\n")
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_every_command_explains_itself_and_its_options() -> None:

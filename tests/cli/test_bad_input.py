@@ -16,7 +16,7 @@ from kllm.cli.app import main
 from kllm.results import store
 from tests.results import samples
 
-USAGE, FAILURE, HARDWARE = 2, 1, 3
+USAGE, FAILURE, HARDWARE, INTERRUPTED = 2, 1, 3, 130
 CONFIG = {
     "model_type": "llama",
     "vocab_size": 64,
@@ -470,13 +470,21 @@ def test_an_slo_that_nothing_meets_and_a_study_of_another_load(kllm: Callable) -
     assert err.startswith("error: study 's' exists already")
 
 
-def test_an_interrupt_before_the_first_measurement_is_said(
-    kllm: Callable, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def interrupted(*args: object) -> None:
-        raise KeyboardInterrupt
+def interrupt(*args: object, **options: object) -> None:
+    raise KeyboardInterrupt
 
-    monkeypatch.setattr("kllm.bench.run.run_bench", interrupted)
-    code, out, err = kllm(BENCH)
-    assert (code, out) == (130, "")
-    assert err == "interrupted before anything was measured\n"
+
+@pytest.mark.parametrize(
+    ("args", "where", "says"),
+    [
+        (BENCH, "kllm.bench.run.run_bench", "interrupted before anything was measured\n"),
+        (TUNE, "kllm.tuners.tune.prepare", "interrupted before a trial was begun\n"),
+        (("models",), "kllm.models.catalog.all_presets", "interrupted\n"),
+    ],
+    ids=["bench", "tune", "models"],
+)
+def test_an_interrupt_is_one_sentence(
+    args: tuple[str, ...], where: str, says: str, kllm: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(where, interrupt)
+    assert kllm(args) == (INTERRUPTED, "", says)

@@ -8,7 +8,9 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
+from kllm.cli.app import main
 from kllm.cli.generate import generate
+from kllm.engine.engine import Engine, StepOutput
 from kllm.errors import ConfigError, DependencyError
 from kllm.models.gguf import packaged_smollm2
 
@@ -43,6 +45,34 @@ def test_json_is_one_document() -> None:
     assert document["finish_reason"] == "stop"
     assert document["prompt_tokens"] == 16
     assert document["output_tokens"] == len(document["output_ids"])
+
+
+@pytest.mark.usefixtures("real_model")
+@pytest.mark.parametrize("as_json", [False, True], ids=["text", "json"])
+def test_an_interrupted_answer_is_kept_and_said(
+    as_json: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    step, left = Engine.step, iter(range(3))
+
+    def until_interrupted(engine: Engine) -> StepOutput:
+        if next(left, None) is None:
+            raise KeyboardInterrupt
+        return step(engine)
+
+    monkeypatch.setattr(Engine, "step", until_interrupted)
+    flags = ["--json"] if as_json else []
+    args = ["kllm", "generate", *flags, "--device", "cpu", "--temperature", "0", QUESTION]
+    monkeypatch.setattr(sys, "argv", args)
+    with pytest.raises(SystemExit) as stopped:
+        main()
+    out, err = capsys.readouterr()
+    assert stopped.value.code == 130
+    assert err == "interrupted after 3 of 256 tokens\n"
+    if as_json:
+        assert json.loads(out)["finish_reason"] == "abort"
+        assert json.loads(out)["text"] == "The capital of"
+    else:
+        assert out == "The capital of\n"
 
 
 @pytest.mark.parametrize(
