@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from kllm.bench.base import Context
 from kllm.bench.expert_balance_findings import boundary, verdict
 from kllm.bench.expert_balance_load import Balance, Judged, drifts, judge
@@ -38,6 +40,7 @@ UNITS = {
     "kv_mtokens": "million tokens of KV",
 }
 Found = Mapping[int, Sequence[Judged]]  # by number of redundant experts, one a repeat
+Columns = Mapping[str, Sequence[float]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,10 +145,10 @@ class ExpertBalanceBench:
                 if metric.ci95:
                     row |= {f"{kind}_lo": metric.ci95[0], f"{kind}_hi": metric.ci95[1]}
             if len(judged[0].placed.layers) > 1:
-                row["worst_layer"] = _median(max(j.placed.layers) for j in judged)
+                row["worst_layer"] = statistics.median(max(j.placed.layers) for j in judged)
             row |= {
-                "in_order_by_step": _median(j.in_order.by_step for j in judged),
-                "placed_by_step": _median(j.placed.by_step for j in judged),
+                "in_order_by_step": statistics.median(j.in_order.by_step for j in judged),
+                "placed_by_step": statistics.median(j.placed.by_step for j in judged),
                 "added_mib": added / 2**20,
                 "kv_mtokens": held.tokens / 1e6,
                 "fidelity": self.fidelity,
@@ -164,28 +167,32 @@ class ExpertBalanceBench:
 
     def _drift(self, record: Record, found: Found, experts: int) -> None:
         """Balance by the share of experts whose popularity has changed."""
-        for index, moved in enumerate(drifts(experts)):
-            values = self._beside(found, lambda balance, at=index: balance.drift[at])
-            units = dict.fromkeys(values, BALANCE) | {"moved_pct": "%"}
-            record.row("sweep:drift", {"moved_pct": round(100 * moved / experts)} | values, units)
+        shares = [round(100 * moved / experts) for moved in drifts(experts)]
+        columns: Columns = {
+            "moved_pct": shares,
+            **self._beside(found, lambda balance: balance.drift),
+        }
+        _add_rows(record, "sweep:drift", columns, {"moved_pct": "%"})
 
     def _layers(self, record: Record, found: Found, layers: Sequence[int]) -> None:
         """Balance of each layer, where there are several."""
-        for index, layer in enumerate(layers if len(layers) > 1 else ()):
-            values = self._beside(found, lambda balance, at=index: balance.layers[at])
-            record.row("sweep:layers", {"layer": layer} | values, dict.fromkeys(values, BALANCE))
+        columns: Columns = {"layer": layers, **self._beside(found, lambda balance: balance.layers)}
+        if len(layers) > 1:
+            _add_rows(record, "sweep:layers", columns, {"layer": ""})
 
-    def _beside(self, found: Found, value: Callable[[Balance], float]) -> dict[str, float]:
-        """One figure of every placement: in order with the fewest copies, and the placed ones."""
-        usual = {"in_order": _median(value(j.in_order) for j in found[self.redundant[0]])}
-        return usual | {
-            f"placed_{redundant}": _median(value(j.placed) for j in judged)
-            for redundant, judged in found.items()
-        }
+    def _beside(
+        self, found: Found, values: Callable[[Balance], Sequence[float]]
+    ) -> dict[str, list[float]]:
+        """A column for each placement: in order with the fewest copies, and the placed ones."""
+        columns = {"in_order": _medians(values(j.in_order) for j in found[self.redundant[0]])}
+        for redundant, judged in found.items():
+            columns[f"placed_{redundant}"] = _medians(values(j.placed) for j in judged)
+        return columns
 
     def _trace(self, record: Record, traces: Sequence[Trace], top_k: int) -> None:
         """What was counted; of a run also the counts, which ranks can place experts by."""
-        drawn, total = isinstance(self.trace, Zipf), sum(t.totals() for t in traces)
+        drawn = isinstance(self.trace, Zipf)
+        busiest = (float(t.totals().max() / t.totals().mean()) for t in traces)
         row = {
             "trace": str(self.trace) if drawn else "real",
             "fidelity": "modelled" if drawn else "real",
@@ -195,10 +202,11 @@ class ExpertBalanceBench:
             "layers": len(traces[0].layers),
             "experts": traces[0].num_experts,
             "experts_per_token": top_k,
-            "busiest_over_mean": _median((t.totals() / t.totals().mean()).max() for t in traces),
+            "busiest_over_mean": statistics.median(busiest),
         }
         record.row("trace", row)
         if not drawn:
+            total = np.sum([t.totals() for t in traces], axis=0)
             counts = dict(zip(traces[0].layers, total.tolist(), strict=True))
             record.details(ROUTING, list(routing_rows(counts)))
 
@@ -239,5 +247,11 @@ def _seeds(ctx: Context) -> Iterator[int]:
     ctx.progress("done", ctx.repeats, ctx.repeats)
 
 
-def _median(values: Iterator[float]) -> float:
-    return statistics.median(map(float, values))
+def _add_rows(record: Record, series: str, columns: Columns, units: Mapping[str, str]) -> None:
+    for cells in zip(*columns.values(), strict=True):
+        row = dict(zip(columns, cells, strict=True))
+        record.row(series, row, dict.fromkeys(columns, BALANCE) | dict(units))
+
+
+def _medians(repeats: Iterator[Sequence[float]]) -> list[float]:
+    return [statistics.median(values) for values in zip(*repeats, strict=True)]

@@ -7,11 +7,15 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from kllm.errors import ConfigError, DataError
 
 ROUTING = "routing"  # the series: layer, expert, tokens
+Count = Annotated[int, msgspec.Meta(ge=0)]
+Rows = tuple[tuple[Count, Count, Count], ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +48,11 @@ class MeasuredRouting:
             )
         layers: defaultdict[int, list[int]] = defaultdict(list)
         try:
-            for layer, expert, tokens in series.rows or ():
-                if expert != len(layers[layer]) or tokens < 0:
-                    raise ValueError(f"layer {layer} continues with expert {expert}: {tokens}")
+            for layer, expert, tokens in msgspec.convert(series.rows, Rows):
+                if expert != len(layers[layer]):
+                    raise ValueError(f"layer {layer} continues with expert {expert}")
                 layers[layer].append(tokens)
-        except (TypeError, ValueError) as error:
+        except ValueError as error:  # also what `convert` raises
             raise DataError(f"{path}: series '{ROUTING}' cannot be used: {error}") from None
         return cls(source=path, model=result.model, scale=result.scale, counts=dict(layers))
 

@@ -46,10 +46,21 @@ def test_a_result_without_counts_is_refused(tmp_path: Path) -> None:
         MeasuredRouting.read(path)
 
 
-def test_counts_with_a_hole_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        (list(routing_rows(COUNTS))[1:], "layer 3 continues with expert 1"),
+        ([{"layer": 0, "expert": 0, "tokens": -1}], ">= 0"),
+        ([{"layer": 0, "expert": 0, "tokens": "many"}], "Expected `int`"),
+        ([{"layer": 0, "expert": 0}], "length 3"),
+    ],
+)
+def test_counts_that_cannot_be_are_refused(
+    tmp_path: Path, rows: list[dict[str, object]], words: str
+) -> None:
     subject = Subject(name="expert-balance", model="m", scale="tiny", dtype="float32")
     with Record(subject, tmp_path) as record:
-        record.details(ROUTING, list(routing_rows(COUNTS))[1:])
+        record.details(ROUTING, rows)
         _, path = record.finish()
-    with pytest.raises(DataError, match="layer 3 continues with expert 1"):
+    with pytest.raises(DataError, match=f"series 'routing' cannot be used: .*{words}"):
         MeasuredRouting.read(path)
