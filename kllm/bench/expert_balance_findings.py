@@ -34,44 +34,52 @@ def verdict(rows: Rows, ranks: int) -> str:
             f"mean load with experts in order, and {chosen['placed']:.3f} times placed by "
             "measured routing."
         )
-    without = ""
+    copies, without = _copies(chosen), ""
     if chosen is not first and first["redundant"] == 0:
         without = f", {first['placed']:.3f} placed without copies"
     gain = first["in_order"] / chosen["placed"]
     return (
         f"The busiest of {ranks} ranks has {first['in_order']:.3f} times the mean load in order "
-        f"and {chosen['placed']:.3f} times placed by measured routing with {chosen['redundant']} "
-        f"redundant experts{without}: {gain:.2f}x less to wait for, predicted for traffic that "
-        "the placement has not seen."
+        f"and {chosen['placed']:.3f} times placed by measured routing {copies}{without}: "
+        f"{gain:.2f}x less to wait for, predicted for traffic that the placement has not seen."
     )
+
+
+def _copies(row: Mapping[str, Any]) -> str:
+    return f"with {row['redundant']} redundant experts" if row["redundant"] else "without copies"
 
 
 def boundary(rows: Rows, drift: Rows) -> str:
     """From where copies gain nothing more, what they cost, and how a placement ages."""
-    chosen, last = enough(rows), rows[-1]
-    count = chosen["redundant"]
-    if chosen["placed"] <= EVEN:
-        sentence = f"From {count} redundant experts on max/mean is at most {EVEN}"
-    elif chosen is last:
-        left = f"leave max/mean at {last['placed']:.3f}"
-        sentence = f"{count} redundant experts, the most that were tried, {left}"
-    else:
-        sentence = f"Beyond {count} redundant experts less than {GAIN:.0%} is gained"
-    parts = [f"{sentence}; {_cost(rows[0], chosen if chosen is not rows[0] else last)}."]
+    first, chosen, last = rows[0], enough(rows), rows[-1]
+    parts = [_limit(chosen, last)]
+    if last is not first:
+        parts[0] += f"; {_cost(first, last if chosen is first else chosen)}"
     if drift and gains(rows):
-        parts.append(_ageing(drift, f"placed_{count}"))
-    return " ".join(parts)
+        parts.append(_ageing(drift, f"placed_{chosen['redundant']}"))
+    return " ".join(f"{part}." for part in parts)
+
+
+def _limit(chosen: Mapping[str, Any], last: Mapping[str, Any]) -> str:
+    count, placed = chosen["redundant"], chosen["placed"]
+    if placed <= EVEN:
+        if not count:
+            return f"No copies are needed: without them max/mean is {placed:.3f}"
+        return f"From {count} redundant experts on max/mean is at most {EVEN}"
+    if chosen is last:
+        return (
+            f"{count} redundant experts, the most that were tried, leave max/mean at {placed:.3f}"
+        )
+    return f"More than {count} redundant experts gain less than {GAIN:.0%}"
 
 
 def _cost(base: Mapping[str, Any], row: Mapping[str, Any]) -> str:
-    if row is base:
-        return "no more of them were tried"
-    text = f"{row['redundant']} add {row['added_mib']:,.4g} MiB of weights to each rank"
-    if not base["kv_mtokens"]:
+    mib, left, before = row["added_mib"], row["kv_mtokens"], base["kv_mtokens"]
+    text = f"{row['redundant']} add {mib:,.{0 if mib >= 10 else 3}f} MiB of weights to each rank"
+    if not before:
         return f"{text}, and the weights do not fit without them"
     return (
-        f"{text} and leave {row['kv_mtokens']:,.1f}M of {base['kv_mtokens']:,.1f}M tokens of KV "
-        f"({row['kv_mtokens'] / base['kv_mtokens'] - 1:+.1%})"
+        f"{text} and leave {left:,.1f}M of {before:,.1f}M tokens of KV ({left / before - 1:+.1%})"
     )
 
 
@@ -85,8 +93,8 @@ def _ageing(drift: Rows, column: str) -> str:
     )
     half = next((row for row in drift if row[column] >= (fresh + usual) / 2), None)
     if half is None:
-        return f"{text}; even when all have, more than half of the gain is left."
+        return f"{text}; even when all have, more than half of the gain is left"
     return (
         f"{text}, and at {half['moved_pct']} % at least half of the gain is gone: measure "
-        "again before that."
+        "again before that"
     )
