@@ -136,6 +136,7 @@ class FidelityBench:
         if SLICE_OF_REAL in self.pairs:
             ctx = replace(ctx, config=replace(ctx.config, link=MEASURED))
         resolved = resolve(ctx.config)
+        self.load.check(resolved.config.max_position_embeddings)
         kind = torch.device(resolved.device).type
         ctx.progress("link", 0, len(self._layouts))
         # One GPU has no link to measure: its slices use the one that the config names.

@@ -18,7 +18,7 @@ from kllm.engine.engine import Engine
 from kllm.engine.executor import DeviceExecutor, InProcessExecutor
 from kllm.engine.multi_rank import MultiRankExecutor
 from kllm.engine.rank_pool import RankPool, launch
-from kllm.errors import CapacityError
+from kllm.errors import CapacityError, ConfigError
 from kllm.models.load import resolve
 from kllm.models.shape import model_shape
 from kllm.parallel.layout import check
@@ -42,6 +42,14 @@ class FidelityLoad:
     isl: int  # prompt tokens
     osl: int  # output tokens
     requests: int  # over all groups
+
+    def check(self, positions: int) -> None:
+        """Refuse requests that are longer than the model's positions (ConfigError)."""
+        if self.isl + self.osl > positions:
+            raise ConfigError(
+                f"requests of {self.isl} prompt and {self.osl} output tokens are longer than the "
+                f"model's {positions} positions; choose a shorter --isl or --osl"
+            )
 
     def workload(self, groups: int, seed: int) -> Workload:
         """What one of `groups` groups gets; 1: all of it."""

@@ -11,7 +11,7 @@ beside them: they move less and keep N times as much.
 
 import math
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from itertools import product
@@ -138,7 +138,23 @@ class RingVsAllGatherBench:
         scheduler = replace(config.scheduler, max_batch=1, token_budget=chunk)
         config = with_ranks(replace(config, scheduler=scheduler, graphs=False), cp)
         # The pool that an engine would start with is only as large as one step.
-        return replace(cut(config), max_model_len=chunk)
+        config = replace(cut(config), max_model_len=chunk)
+        self._within(resolve(config))
+        return config
+
+    def _within(self, resolved: ResolvedModel) -> list[int]:
+        """The lengths that the model has positions for, rising.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        most, shortest = _positions(resolved), min(self.isls)
+        if shortest > most:
+            raise ConfigError(
+                f"{resolved.name} has {most} positions, too few for a prompt of {shortest} tokens; "
+                "choose a shorter --isl"
+            )
+        return sorted({isl for isl in self.isls if isl <= most})
 
     def _layout(
         self, ctx: Context, record: Record, config: EngineConfig, pool: RankPool | None
@@ -157,13 +173,10 @@ class RingVsAllGatherBench:
             return
         prompt = made
         try:
-            arms = arms_of(KINDS, self.isls)
+            within = self._within(resolved)
+            arms = arms_of(KINDS, within)
             here = 1 if sliced or resolved.device.startswith("cuda") else cp
-            most = resolved.config.max_position_embeddings
             for arm in arms.values():
-                for isl in self.isls:
-                    if isl > most:
-                        arm.refuse(isl, f"the model has {most} positions")
                 arm.fit(prompt, sliced=sliced, ranks_here=here)
             title = f"{resolved.name} cp{cp} chunk{prompt.chunk}"
             try:
@@ -171,7 +184,9 @@ class RingVsAllGatherBench:
             finally:  # an interrupt leaves the rounds that are complete
                 if all(arm.rounds for arm in arms.values()):
                     sweep = _sweep(config, resolved)
-                    _report(record, sweep, prompt, arms, self.isls, links)
+                    _report(record, sweep, prompt, arms, within, links)
+                    reason = f"the model has {_positions(resolved)} positions"
+                    _mark(record, sweep, set(self.isls) - set(within), links, reason)
         finally:
             prompt.close()
 
@@ -182,9 +197,7 @@ class RingVsAllGatherBench:
         others = len(self.models) * len(self.attentions) * len(self.cps) * len(self.chunks) - 1
         if not others:
             raise CapacityError(reason)
-        for isl, link in product(sorted(set(self.isls)), links):
-            at = sweep.about | {"link": link, "prompt_tokens": isl}
-            record.row("sweep", at | {"state": "failed", "reason": reason})
+        _mark(record, sweep, self.isls, links, reason)
 
     def _rounds(
         self,
@@ -245,6 +258,23 @@ def _sweep(config: EngineConfig, resolved: ResolvedModel) -> Sweep:
     return Sweep(config, resolved, shape, config.scheduler.token_budget)
 
 
+def _positions(resolved: ResolvedModel) -> int:
+    return int(resolved.config.max_position_embeddings)
+
+
+def _mark(
+    record: Record,
+    sweep: Sweep,
+    isls: Iterable[int],
+    links: Mapping[str, Link | None],
+    reason: str,
+) -> None:
+    """Rows of points that were not measured."""
+    for isl, link in product(sorted(set(isls)), links):
+        at = sweep.about | {"link": link, "prompt_tokens": isl}
+        record.row("sweep", at | {"state": "failed", "reason": reason})
+
+
 def _report(
     record: Record,
     sweep: Sweep,
@@ -255,7 +285,7 @@ def _report(
 ) -> None:
     """Rows of everything that was measured of a layout, and of what was predicted."""
     about = sweep.about
-    for isl in sorted(set(isls)):
+    for isl in isls:
         record.row("memory", about | _memory(prompt, arms, isl), UNITS)
         record.row("balance", about | _balance(prompt.stripes, isl, sweep.chunk))
         for link in links:

@@ -130,6 +130,7 @@ def test_lengths_that_do_not_fit_are_marked_and_the_ring_goes_on(
     assert sweep[1]["reason"].startswith("replicated: needs")
     assert sweep[2]["reason"] == "the model has 4096 positions"
     memory = rows(result, "memory")
+    assert [row["prompt_tokens"] for row in memory] == [1024, 2048]  # nothing is said of the last
     assert memory[1]["replicated_peak_gib"] is None
     assert memory[1]["replicated_kv_gib"] > memory[1]["kv_gib"]
 

@@ -35,6 +35,7 @@ LATENCY = ("bench", "latency", "--device", "cpu", "--batch", "1", "--isl", "8", 
 TINY = ("--model", "deepseek-v4", "--scale", "tiny", "--device", "cpu")
 BENCH = (*LATENCY, *TINY)
 TUNE = ("tune", *TINY, "--isl", "8", "--osl", "4", "--concurrency", "2", "--requests", "4")
+RING = ("bench", "ring-vs-allgather", *TINY)
 GENERATE = ("generate", "--device", "cpu")
 
 Prepare = Callable[[Path], None]
@@ -203,6 +204,14 @@ BENCH_CASES = [
     case("isl-is-negative", (*BENCH, "--isl", "-5"), USAGE, "at least 1 prompt"),
     case("osl-is-negative", (*BENCH, "--osl", "-5"), USAGE, "2 output tokens"),
     case("isl-past-the-model", (*BENCH, "--isl", "99999999"), USAGE, "positions"),
+    case(
+        "fidelity-isl-past-the-model",
+        ("bench", "fidelity", *TINY, "--isl", "99999999"),
+        USAGE,
+        "4096 positions",
+    ),
+    case("ring-isl-past-the-model", (*RING, "--isl", "999M"), USAGE, "4096 positions"),
+    case("ring-without-attention", (*RING, "--attention", ","), USAGE, "needs a model, a link"),
     case(
         "output-under-a-file",
         (*BENCH, "--output", "file/x.json"),
