@@ -107,6 +107,8 @@ class ExpertBalanceBench:
         self._sweep(record, found, shape)
         self._drift(record, found, shape.dims.experts)
         self._layers(record, found, traces[0].layers)
+        if not isinstance(self.trace, Zipf):
+            _add_counts(record, traces)
         record.notes += self._notes(record.rows["trace"][0], resolved.weights is None)
 
     def conclude(self, record: Record) -> None:
@@ -190,7 +192,7 @@ class ExpertBalanceBench:
         return columns
 
     def _trace(self, record: Record, traces: Sequence[Trace], top_k: int) -> None:
-        """What was counted; of a run also the counts, which ranks can place experts by."""
+        """What was counted or drawn."""
         drawn = isinstance(self.trace, Zipf)
         busiest = (float(t.totals().max() / t.totals().mean()) for t in traces)
         row = {
@@ -205,10 +207,6 @@ class ExpertBalanceBench:
             "busiest_over_mean": statistics.median(busiest),
         }
         record.row("trace", row)
-        if not drawn:
-            total = np.sum([t.totals() for t in traces], axis=0)
-            counts = dict(zip(traces[0].layers, total.tolist(), strict=True))
-            record.details(ROUTING, list(routing_rows(counts)))
 
     def _notes(self, trace: Mapping[str, Any], random: bool) -> list[str]:
         name = short_name(self._layout(0))
@@ -245,6 +243,13 @@ def _seeds(ctx: Context) -> Iterator[int]:
         ctx.progress(f"trace {repeat + 1}", repeat, ctx.repeats)
         yield ctx.seed + repeat
     ctx.progress("done", ctx.repeats, ctx.repeats)
+
+
+def _add_counts(record: Record, traces: Sequence[Trace]) -> None:
+    """The counts of all traces, which ranks can place experts by."""
+    total = np.sum([trace.totals() for trace in traces], axis=0)
+    counts = dict(zip(traces[0].layers, total.tolist(), strict=True))
+    record.details(ROUTING, list(routing_rows(counts)))
 
 
 def _add_rows(record: Record, series: str, columns: Columns, units: Mapping[str, str]) -> None:

@@ -10,6 +10,7 @@ import pytest
 from kllm.bench import throughput
 from kllm.bench.base import BENCHES, Context, doubling
 from kllm.bench.compare_power import ComparePowerBench, SlowedEngine
+from kllm.bench.expert_balance_trace import Zipf
 from kllm.bench.latency import LatencyBench
 from kllm.bench.record import Record, Subject, new_run_id
 from kllm.bench.run import run_bench
@@ -211,6 +212,7 @@ NEEDED: dict[str, dict[str, object]] = {  # options without a default
     "throughput": {
         "loads": [Workload(isl=Lengths(1), osl=Lengths(1), num_requests=1, concurrency=1)]
     },
+    "expert-balance": {"ep": 2, "redundant": [0], "trace": Zipf(exponent=1.0)},
     "ring-vs-allgather": {
         "models": ["glm-5.2"],
         "isls": [256],
