@@ -5,7 +5,6 @@ tokens from a ring, and entries that summarise groups of tokens, from pages. CSA
 entries its indexer scores best, HCA to all visible ones. One softmax runs over both sets.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,9 +30,9 @@ from kllm.attention.ring_buffers import (
     window_slots,
     write_ring,
 )
-from kllm.attention.ring_selection import part_of, select_travelling
+from kllm.attention.ring_selection import list_entries, select_travelling
 from kllm.attention.workspace import row_blocks
-from kllm.kernels import SoftmaxState, Span
+from kllm.kernels import SoftmaxState
 
 WINDOW = "window"  # the ring state of the newest keys
 
@@ -124,14 +123,13 @@ class _Entries:
     def seen(self, chunk: Chunk, rows: slice, index: IndexQuery | None) -> tuple[Tensor, Tensor]:
         """What some tokens of a chunk attend to, as a segment for `kernels.sparse_attention`."""
         device, count = self.values.device, chunk.end // self.ratio
-        places = torch.arange(rows.start, rows.stop, device=device).unsqueeze(1)
+        places = torch.arange(rows.start, rows.stop, device=device, dtype=torch.int32)
         visible = (places + (chunk.start + 1)) // self.ratio
         if index and self.keys is not None and count > index.topk:
             own = slice(chunk.rows.start + rows.start, chunk.rows.start + rows.stop)
-            scores = kernels.index_scores(index.q[own], index.weights[own], self.keys[:count])
-            return self.values, best_entries(scores, visible, index.topk)
+            return self.values, best_entries(index, own, self.keys[:count], visible)
         every = torch.arange(count, device=device)
-        return self.values, torch.where(every < visible, every, -1)
+        return self.values, torch.where(every < visible.unsqueeze(1), every, -1)
 
 
 def _read_entries(
@@ -200,31 +198,29 @@ def _attend_travelling_entries(
     The softmax starts with the window, whose keys are here, and takes in the entries of one rank
     after the other. Called on all ranks of the group, also on those without chunks.
     """
+    scale = q.shape[2] ** -0.5
     state = SoftmaxState.empty(len(q), q.shape[1], q.shape[2], q.device)
     for chunk, keys in zip(chunks(ctx), near, strict=True):
         idx = _window_rows(chunk, slice(0, chunk.end - chunk.start), keys, window)
-        _add(state.rows(chunk.rows), q[chunk.rows], keys.unsqueeze(1), (), idx)
+        kernels.sparse_block_attention(state.rows(chunk.rows), q[chunk.rows], keys, idx, scale)
     shards = find_shards(ctx, kind.ratio)
     if len(shards.slots):  # some rank has an entry; the same on all ranks
         chosen: list[Tensor | None] = [None] * len(shards.pieces)
         if index:
             chosen = select_travelling(ctx, layer, shards, index)
+        listed = [None if ids is None else list_entries(ctx, shards, ids) for ids in chosen]
         for source, block in travelling(ctx, kind.state, layer, shards):
-            for piece, ids in zip(shards.pieces, chosen, strict=True):
-                spans = shards.spans(piece, source)
-                if spans:
-                    entries = unpack_part(ctx.pool, kind.state, block[piece.parts[source]])
-                    listed = None if ids is None else part_of(shards, ids, source)
-                    _add(state.rows(piece.rows), q[piece.rows], entries, spans, listed)
+            for piece, own in zip(shards.pieces, listed, strict=True):
+                spans = piece.spans[source]
+                if not spans:
+                    continue
+                rows, queries = state.rows(piece.rows), q[piece.rows]
+                keys = unpack_part(ctx.pool, kind.state, block[piece.parts[source]])
+                if own is None:
+                    kernels.block_attention(rows, queries, keys, keys, spans, scale)
+                else:
+                    idx, bounds = own.places, own.bounds(source)
+                    kernels.sparse_block_attention(
+                        rows, queries, keys.squeeze(1), idx, scale, bounds=bounds
+                    )
     return kernels.finish_softmax(state, q.dtype, sink)
-
-
-def _add(
-    state: SoftmaxState, q: Tensor, keys: Tensor, spans: Sequence[Span], idx: Tensor | None
-) -> None:
-    """Add keys [s, 1, D] to the softmax of queries: those of `spans`, or those that `idx` lists."""
-    scale = q.shape[2] ** -0.5
-    if idx is None:
-        kernels.block_attention(state, q, keys, keys, spans, scale)
-    else:
-        kernels.sparse_block_attention(state, q, keys.squeeze(1), idx, scale)

@@ -14,6 +14,8 @@ from kllm.attention.context import ForwardContext
 from kllm.attention.workspace import row_blocks
 from kllm.cache.pool import KVPool
 
+SCORE_BYTES = 8  # a score, and what choosing among the scores takes beside it
+
 
 @dataclass(frozen=True, slots=True)
 class IndexQuery:
@@ -59,12 +61,20 @@ def best_slots(ctx: ForwardContext, layer: int, slots: Tensor, index: IndexQuery
     for rows in row_blocks(len(slots), 4 * slots.shape[1] * index.q.shape[2]):
         keys, own = stored_keys(ctx.pool, index.state, layer, slots[rows])
         scores = kernels.index_scores(index.q[rows], index.weights[rows], keys, own)
-        best.append(slots[rows].gather(1, kernels.top_entries(scores, index.topk)))
+        best.append(slots[rows].gather(1, kernels.top_entries(scores, index.topk)[1]))
     return torch.cat(best)
 
 
-def best_entries(scores: Tensor, visible: Tensor, topk: int) -> Tensor:
-    """[T, topk]: entries below `visible` [T, 1] with the largest scores [T, n]; -1 where fewer."""
-    hidden = torch.arange(scores.shape[1], device=scores.device) >= visible
-    best = kernels.top_entries(scores.masked_fill(hidden, float("-inf")), topk)
-    return torch.where(best < visible, best, -1)
+def best_entries(index: IndexQuery, rows: slice, keys: Tensor, visible: Tensor) -> Tensor:
+    """The entries that some tokens of the step select; as many as there are, if fewer than topk.
+
+    Args:
+        keys: [n, index dim], of the entries in order.
+        visible: [rows] int32, how many of the entries each token sees.
+
+    Returns:
+        [rows, min(topk, n)] int32; -1: none.
+    """
+    scores = kernels.index_scores(index.q[rows], index.weights[rows], keys, None, visible)
+    best = kernels.top_entries(scores, index.topk)[1].int()
+    return torch.where(best < visible.unsqueeze(1), best, -1)

@@ -102,12 +102,14 @@ class LatentSoftmax:
             value = key[..., : self.heads.keys.shape[2]]
             kernels.block_attention(self.state, self.q, key, value, spans, self.heads.scale)
 
-    def add_selected(self, rows: slice, entries: Tensor, idx: Tensor) -> None:
-        """Take in the rows idx [rows, k] of `entries` for some queries; -1: none. Absorbed only."""
-        assert not self.expanded
-        rank = self.heads.keys.shape[2]
+    def add_selected(
+        self, rows: slice, entries: Tensor, idx: Tensor, bounds: tuple[Tensor, Tensor]
+    ) -> None:
+        """Take in listed `entries` for some queries; see `kernels.sparse_block_attention`."""
+        assert not self.expanded, "selected entries are attended to as they are"
+        state, width = self.state.rows(rows), self.heads.keys.shape[2]
         kernels.sparse_block_attention(
-            self.state.rows(rows), self.q[rows], entries, idx, self.heads.scale, rank
+            state, self.q[rows], entries, idx, self.heads.scale, width, bounds
         )
 
     def finish(self) -> Tensor:

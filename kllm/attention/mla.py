@@ -23,12 +23,12 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from kllm import kernels
 from kllm.attention.chunks import Chunk, chunks, prompts
 from kllm.attention.compressor import request_slots
 from kllm.attention.context import ForwardContext
 from kllm.attention.gathered import gather_prompts, gathers, store_entries
 from kllm.attention.indexing import (
+    SCORE_BYTES,
     IndexQuery,
     best_entries,
     best_slots,
@@ -105,7 +105,7 @@ def _select_travelling(
     for piece, ids in zip(shards.pieces, select_travelling(ctx, layer, shards, index), strict=True):
         for run in piece.runs:
             first = run.rows.start - piece.rows.start
-            own = None if ids is None else ids[first : first + run.end - run.start].int()
+            own = None if ids is None else ids[first : first + run.end - run.start]
             parts.append(own if run.end > index.topk else None)
     return tuple(parts)
 
@@ -250,13 +250,12 @@ def _select_chunk(chunk: Chunk, index: IndexQuery, keys: Tensor) -> Tensor | Non
         return None
     count = chunk.end - chunk.start
     chosen = torch.full((count, index.topk), -1, dtype=torch.int32, device=keys.device)
-    for rows in row_blocks(count, 16 * chunk.end):
+    for rows in row_blocks(count, SCORE_BYTES * chunk.end):
         seen = chunk.start + rows.stop
         own = slice(chunk.rows.start + rows.start, chunk.rows.start + rows.stop)
-        scores = kernels.index_scores(index.q[own], index.weights[own], keys[:seen])
-        visible = _places(chunk, rows, keys.device) + 1
-        best = best_entries(scores, visible, min(index.topk, seen))
-        chosen[rows, : best.shape[1]] = best.int()
+        visible = _places(chunk, rows, keys.device).squeeze(1).int() + 1
+        best = best_entries(index, own, keys[:seen], visible)
+        chosen[rows, : best.shape[1]] = best
     return chosen
 
 

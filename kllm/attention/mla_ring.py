@@ -7,6 +7,7 @@ attended to in the absorbed form, in each block those that lie there.
 """
 
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import Tensor
@@ -14,26 +15,9 @@ from torch import Tensor
 from kllm.attention.context import ForwardContext
 from kllm.attention.latent import LatentHeads, LatentSoftmax, expanding_pays
 from kllm.attention.ring import ShardedPiece, Shards, find_shards, travelling, unpack_part
-from kllm.cache.shards import entry_places, entry_ranks
+from kllm.attention.ring_selection import ListedEntries, list_entries
 
-LOCATED = "located selection"  # in a step's shared values
-
-
-@dataclass(frozen=True, slots=True)
-class _Located:
-    """Which shard each selected entry of some queries is in, and where."""
-
-    ranks: Tensor  # [n, topk] int8; -1: no entry
-    places: Tensor  # [n, topk] int32 in that rank's part
-
-    @classmethod
-    def of(cls, shards: Shards, ids: Tensor) -> "_Located":
-        ranks = torch.where(ids < 0, -1, entry_ranks(shards.entries, ids))
-        return cls(ranks.to(torch.int8), entry_places(shards.entries, ids).int())
-
-    def within(self, source: int) -> Tensor:
-        """[n, topk] int32 rows of the part that `source` holds; -1: not there."""
-        return torch.where(self.ranks == source, self.places, -1)
+LISTED = "listed selection"  # in a step's shared values
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,19 +26,17 @@ class _Job:
 
     piece: ShardedPiece
     softmax: LatentSoftmax
-    chosen: tuple[_Located | None, ...]  # of each run; None: it attends to all it sees
+    dense: int  # rows that attend to all they see; the others, behind them, have selected
+    listed: ListedEntries | None  # of these others
 
-    def add(self, shards: Shards, source: int, entries: Tensor) -> None:
+    def add(self, source: int, entries: Tensor) -> None:
         """Take in the entries [s, R + rope] of one rank."""
-        first, dense = self.piece.rows.start, []
-        seen = {span.rows.start: span for span in shards.spans(self.piece, source)}
-        for run, located in zip(self.piece.runs, self.chosen, strict=True):
-            span = seen.get(run.rows.start - first)
-            if span is not None and located is None:
-                dense.append(span)
-            elif span is not None and located is not None:
-                self.softmax.add_selected(span.rows, entries, located.within(source))
-        self.softmax.add(entries, dense)
+        spans = self.piece.spans[source]
+        self.softmax.add(entries, [span for span in spans if span.rows.start < self.dense])
+        if self.listed is not None and spans:
+            rows = slice(self.dense, self.piece.rows.stop - self.piece.rows.start)
+            bounds = self.listed.bounds(source)
+            self.softmax.add_selected(rows, entries, self.listed.places, bounds)
 
 
 def attend_travelling_latents(
@@ -77,32 +59,37 @@ def attend_travelling_latents(
         out: [T, H, V].
     """
     shards = find_shards(ctx, 1)
-    located = _locate(ctx, shards, chosen)
-    jobs, first = [], 0
-    for piece in shards.pieces:
-        last = first + len(piece.runs)
+    jobs = []
+    for piece, listed in zip(shards.pieces, _list_pieces(ctx, shards, chosen), strict=True):
         if piece.runs:
-            some = located[first:last]
-            expanded = not any(some) and expanding_pays(heads, piece.runs, piece.end)
+            expanded = listed is None and expanding_pays(heads, piece.runs, piece.end)
             softmax = LatentSoftmax(heads, q[piece.rows], expanded)
-            jobs.append(_Job(piece, softmax, some))
-        first = last
+            rows = piece.rows.stop - piece.rows.start
+            dense = rows if listed is None else rows - len(listed.places)
+            jobs.append(_Job(piece, softmax, dense, listed))
     for source, block in travelling(ctx, name, layer, shards):
         for job in jobs:
             part = block[job.piece.parts[source]]
             if len(part):
-                job.add(shards, source, unpack_part(ctx.pool, name, part).squeeze(1))
+                job.add(source, unpack_part(ctx.pool, name, part).squeeze(1))
     for job in jobs:
         out[job.piece.rows] = job.softmax.finish()
 
 
-def _locate(
+def _list_pieces(
     ctx: ForwardContext, shards: Shards, chosen: tuple[Tensor | None, ...]
-) -> tuple[_Located | None, ...]:
-    """Of each chunk of the step; worked out once for the layers that share a selection."""
-    known = ctx.shared.get(LOCATED)
+) -> list[ListedEntries | None]:
+    """What each piece's last chunks have selected, the first that see more than they may select.
+
+    Worked out once for the layers that share a selection.
+    """
+    known = ctx.shared.get(LISTED)
     if known is None or known[0] is not chosen:
-        found = tuple(None if ids is None else _Located.of(shards, ids) for ids in chosen)
-        known = ctx.shared[LOCATED] = (chosen, found)
-    result: tuple[_Located | None, ...] = known[1]
+        found: list[ListedEntries | None] = []
+        ids = iter(chosen)
+        for piece in shards.pieces:
+            some = [own for own in islice(ids, len(piece.runs)) if own is not None]
+            found.append(list_entries(ctx, shards, torch.cat(some)) if some else None)
+        known = ctx.shared[LISTED] = (chosen, found)
+    result: list[ListedEntries | None] = known[1]
     return result

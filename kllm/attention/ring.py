@@ -15,7 +15,7 @@ How entries are spread (`find_shards`) is the same where they are gathered and d
 Source: Liu et al. 2023 (ring attention); the state that is carried: `kernels.SoftmaxState`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,6 +27,7 @@ from kllm.cache.pool import KVPool
 from kllm.cache.shards import held_slots
 from kllm.kernels import Span
 from kllm.parallel.communicator import Communicator
+from kllm.parallel.sequence import SequenceStep
 from kllm.parallel.stripes import Stripes
 
 UNPACK_BYTES = 1 << 28  # bounds what unpacking fp8 entries takes besides its result
@@ -40,40 +41,17 @@ class ShardedPiece:
     runs: tuple[Chunk, ...]  # its stretches, which `rows` are made of
     end: int  # tokens of the request once the step has run
     parts: tuple[slice, ...]  # [ranks] where its entries lie in the block of each rank
+    spans: tuple[tuple[Span, ...], ...]  # [ranks] what its rows see of each part, both from 0
 
 
 @dataclass(frozen=True, slots=True)
 class Shards:
     """How the entries of one ratio are spread over the ranks of a step."""
 
-    rank: int
-    tokens: Stripes  # the deal of tokens
     entries: Stripes  # the deal of entries
     ratio: int  # tokens an entry
     pieces: tuple[ShardedPiece, ...]
     slots: Tensor  # [longest block] int64, this rank's entries; the padding repeats slot 0
-
-    def visible(self, run: Chunk, source: int) -> int:
-        """How many entries of the shard of `source` the last query of a run sees."""
-        return self.entries.count(source, run.end // self.ratio)
-
-    def spans(self, piece: ShardedPiece, source: int) -> list[Span]:
-        """What the piece's queries see of the part of it that `source` holds.
-
-        Rows count from the first of the piece's, keys from the first of the part.
-        """
-        found = []
-        for run in piece.runs:
-            rows = slice(run.rows.start - piece.rows.start, run.rows.stop - piece.rows.start)
-            keys = self.visible(run, source)
-            if source != self.rank:
-                span = Span(rows, keys, keys)
-            else:
-                # Stripes are whole entries, so tokens held here and entries held here keep step.
-                span = Span(rows, self.tokens.count(source, run.start) + 1, keys, self.ratio)
-            if keys:
-                found.append(span)
-        return found
 
 
 def ring_context(ctx: ForwardContext) -> SequenceContext | None:
@@ -111,11 +89,27 @@ def _find_shards(ctx: ForwardContext, sequence: SequenceContext, ratio: int) -> 
             filled[rank] += count
         mine = tuple(run for run in runs if run.piece == i)
         rows = slice(mine[0].rows.start, mine[-1].rows.stop) if mine else slice(0, 0)
-        pieces.append(ShardedPiece(rows, mine, piece.end, tuple(parts)))
+        spans = tuple(_spans(step, mine, rank, ratio) for rank in range(stripes.ranks))
+        pieces.append(ShardedPiece(rows, mine, piece.end, tuple(parts), spans))
         slots.append(held_slots(step, i, sequence.block_tables, ctx.pool.page_size, ratio))
     padding = max(filled) - filled[step.rank]
     slots.append(torch.zeros(padding, dtype=torch.int64, device=ctx.positions.device))
-    return Shards(step.rank, step.stripes, stripes, ratio, tuple(pieces), torch.cat(slots))
+    return Shards(stripes, ratio, tuple(pieces), torch.cat(slots))
+
+
+def _spans(step: SequenceStep, runs: Sequence[Chunk], source: int, ratio: int) -> tuple[Span, ...]:
+    """What runs of this rank see of the part of their piece that `source` holds, if anything."""
+    found = []
+    for run in runs:
+        rows = slice(run.rows.start - runs[0].rows.start, run.rows.stop - runs[0].rows.start)
+        keys = step.stripes.scaled(ratio).count(source, run.end // ratio)
+        first, each = keys, 1
+        if source == step.rank:
+            # Stripes are whole entries, so tokens held here and entries held here keep step.
+            first, each = step.stripes.count(source, run.start) + 1, ratio
+        if keys:
+            found.append(Span(rows, first, keys, each))
+    return tuple(found)
 
 
 def causal_span(run: Chunk, first: int) -> Span:

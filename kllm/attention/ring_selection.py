@@ -2,46 +2,106 @@
 
 Shared by DeepSeek-V4's CSA and by DSA. The selection is that of one rank which has all entries:
 of two entries with the same score the lower one goes first, whichever came first.
+
+What a row pays beside one rank that scores all entries at once, in bytes for each block and
+selected entry: 12 for the score and the index that the choice writes, 28 for moving both to where
+they are kept (read 4 + 8 + 4, written 4 + 4, and the entry's number, 4, read in between), and
+about 24, six passes over the scores, for choosing among those of `KEPT_BLOCKS` blocks. Together
+`overlap.PICK_BYTES`. Nothing here waits for the device.
 """
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kllm import kernels
-from kllm.attention.context import ForwardContext
-from kllm.attention.indexing import IndexQuery
+from kllm.attention.context import ForwardContext, to_device
+from kllm.attention.indexing import SCORE_BYTES, IndexQuery
 from kllm.attention.ring import ShardedPiece, Shards, travelling, unpack_part
 from kllm.attention.workspace import row_blocks
-from kllm.cache.shards import entry_places, entry_ranks, held_entries
-from kllm.kernels import Span
+from kllm.cache.shards import entry_places, entry_ranks
+
+KEPT_BLOCKS = 8  # the best entries of so many blocks are kept before the best of them are chosen
+
+
+class _Best:
+    """The best entries of some queries so far: those of several blocks side by side.
+
+    Args:
+        topk: entries that a query selects.
+        blocks: that will come.
+    """
+
+    def __init__(self, queries: int, topk: int, blocks: int, device: torch.device) -> None:
+        self.topk, self.filled = topk, 0
+        shape = (queries, min(KEPT_BLOCKS, blocks) * topk)
+        self.scores = torch.empty(shape, dtype=torch.float32, device=device)  # -inf: not seen
+        self.ids = torch.empty(shape, dtype=torch.int32, device=device)  # entries of the request
+
+    def columns(self, count: int) -> slice:
+        """Room for the best `count` entries of one more block."""
+        if self.filled + count > self.scores.shape[1]:
+            self.merge()
+        first, self.filled = self.filled, self.filled + count
+        return slice(first, self.filled)
+
+    def put(self, rows: slice, columns: slice, scores: Tensor, ids: Tensor) -> None:
+        """Keep the best of some queries' scores [rows, s] of the entries `ids` [s], in order."""
+        best, which = kernels.top_entries(scores, columns.stop - columns.start)
+        found = slice(columns.start, columns.start + best.shape[1])
+        self.scores[rows, found] = best
+        self.ids[rows, found] = ids[which]
+        self.scores[rows, found.stop : columns.stop] = float("-inf")
+
+    def merge(self) -> None:
+        """Keep the best of all only."""
+        scores, ids = self.scores[:, : self.filled], self.ids[:, : self.filled]
+        if not scores.is_cuda:  # where `top_entries` breaks ties by place, places follow entries
+            ids, order = ids.sort(dim=1)
+            scores = scores.gather(1, order)
+        best, which = kernels.top_entries(scores, self.topk)
+        self.filled = best.shape[1]
+        self.ids[:, : self.filled] = ids.gather(1, which)
+        self.scores[:, : self.filled] = best
+
+    def finish(self) -> Tensor:
+        """[queries, topk] int32 entries, in no order; -1: none."""
+        self.merge()
+        found = self.ids.new_full((len(self.ids), self.topk), -1)
+        hidden = self.scores[:, : self.filled] == float("-inf")
+        found[:, : self.filled] = self.ids[:, : self.filled].masked_fill(hidden, -1)
+        return found
 
 
 @dataclass(frozen=True, slots=True)
-class _Best:
-    """The best entries of some queries so far, updated in place."""
+class _Directory:
+    """Where the entries of any request lie, as far as those of the step reach."""
 
-    scores: Tensor  # [n, topk] float32; -inf: none
-    ids: Tensor  # [n, topk] int64 entries of the request; -1: none
+    part: int  # places of the longest part, in any rank's numbering
+    numbers: Tensor  # [entries + 1] int32: rank * part + place; the last, where -1 leads: -1
+    ids: Tensor  # [ranks, part] int32, the inverse
 
-    @classmethod
-    def empty(cls, queries: int, topk: int, device: torch.device) -> "_Best":
-        scores = torch.full((queries, topk), float("-inf"), device=device)
-        return cls(scores, torch.full((queries, topk), -1, device=device))
 
-    def add(self, rows: slice, scores: Tensor, ids: Tensor) -> None:
-        """Take in the scores [rows, s] of the entries `ids` [s], which are in order."""
-        topk = self.ids.shape[1]
-        top = kernels.top_entries(scores, topk)
-        scores = torch.cat((self.scores[rows], scores.gather(1, top)), dim=1)
-        found = torch.cat((self.ids[rows], ids[top]), dim=1)
-        if not scores.is_cuda:  # where `top_entries` breaks ties by place, places follow entries
-            found, order = found.sort(dim=1)
-            scores = scores.gather(1, order)
-        top = kernels.top_entries(scores, topk)
-        self.scores[rows] = scores.gather(1, top)
-        self.ids[rows] = found.gather(1, top)
+@dataclass(frozen=True, slots=True)
+class ListedEntries:
+    """What some queries have selected, by the rank that holds it: worked out once for all hops."""
+
+    places: Tensor  # [n, topk] int32 in the part of a rank; those of one rank stand together
+    starts: Tensor  # [n, ranks + 1] int32, where in its row each rank's begin
+
+    def bounds(self, source: int) -> tuple[Tensor, Tensor]:
+        """[n] int32 each: which stretch of each row lies on `source`."""
+        return self.starts[:, source], self.starts[:, source + 1]
+
+
+def list_entries(ctx: ForwardContext, shards: Shards, ids: Tensor) -> ListedEntries:
+    """Selected entries [n, topk] int32 of requests, -1: none, by the rank that holds each."""
+    directory = _directory(ctx, shards)
+    numbers = directory.numbers[ids]
+    return ListedEntries(*kernels.split_lists(numbers, directory.part, shards.entries.ranks))
 
 
 def select_travelling(
@@ -52,49 +112,80 @@ def select_travelling(
     Called on all ranks of the group; the step's index keys are in their pages already.
 
     Returns:
-        Of each piece [rows, topk] int64 entries of its request, -1: none; or None where no query
+        Of each piece [rows, topk] int32 entries of its request, -1: none; or None where no query
         sees more than `topk` entries, so that each attends to all it sees.
     """
-    selects = [piece.end // shards.ratio > index.topk for piece in shards.pieces]
-    if not any(selects):  # alike on all ranks
-        return [None] * len(selects)
+    selecting = [piece.end // shards.ratio > index.topk for piece in shards.pieces]
+    if not any(selecting):  # alike on all ranks
+        return [None] * len(selecting)
+    ranks, device = shards.entries.ranks, index.q.device
     best = [
-        _Best.empty(piece.rows.stop - piece.rows.start, index.topk, index.q.device)
-        for piece in shards.pieces
+        _Best(piece.rows.stop - piece.rows.start, index.topk, ranks, device) if selects else None
+        for piece, selects in zip(shards.pieces, selecting, strict=True)
     ]
+    ids, seen = _directory(ctx, shards).ids, _visible(ctx, shards)
     for source, block in travelling(ctx, index.state, layer, shards):
-        for piece, running in zip(shards.pieces, best, strict=True):
-            spans = shards.spans(piece, source)
-            if not spans or piece.end // shards.ratio <= index.topk:
-                continue
-            keys = unpack_part(ctx.pool, index.state, block[piece.parts[source]]).squeeze(1)
-            ids = held_entries(shards.entries, source, 0, len(keys), keys.device)
-            for span in spans:
-                _add_span(running, piece, span, keys[: span.keys], ids[: span.keys], index)
-    return [
-        running.ids.masked_fill(running.scores == float("-inf"), -1) if selected else None
-        for running, selected in zip(best, selects, strict=True)
-    ]
+        for piece, running, visible in zip(shards.pieces, best, seen, strict=True):
+            if running is not None and piece.spans[source]:
+                keys = unpack_part(ctx.pool, index.state, block[piece.parts[source]]).squeeze(1)
+                _add_block(running, piece, index, keys, ids[source], visible[source])
+    return [None if running is None else running.finish() for running in best]
 
 
-def _add_span(
-    best: _Best, piece: ShardedPiece, span: Span, keys: Tensor, ids: Tensor, index: IndexQuery
+@dataclass(frozen=True, slots=True)
+class _Visible:
+    """How many entries of a part each row of a piece sees; it grows along the rows."""
+
+    host: NDArray[np.int32]  # [rows]
+    device: Tensor  # the same
+
+
+def _add_block(
+    best: _Best, piece: ShardedPiece, index: IndexQuery, keys: Tensor, ids: Tensor, seen: _Visible
 ) -> None:
-    """Score the keys [s, D] of one rank for a span of a piece's queries, in blocks of these."""
-    place = torch.arange(len(keys), device=keys.device)
-    for block in row_blocks(span.count, 16 * len(keys)):
-        start, stop = block.start, block.stop
-        rows = slice(span.rows.start + start, span.rows.start + stop)
+    """Score the keys [s, D] of one rank for a piece's queries, in blocks of these."""
+    columns = best.columns(min(best.topk, len(keys)))
+    for rows in row_blocks(len(seen.host), SCORE_BYTES * len(keys)):
         own = slice(piece.rows.start + rows.start, piece.rows.start + rows.stop)
-        scores = kernels.index_scores(index.q[own], index.weights[own], keys)
-        if span.seen(start) < len(keys):
-            row = torch.arange(start, stop, device=keys.device).unsqueeze(1)
-            hidden = place >= (span.first + row) // span.step
-            scores = scores.masked_fill(hidden, float("-inf"))
-        best.add(rows, scores, ids)
+        most = int(seen.host[rows.stop - 1])
+        visible = None if seen.host[rows.start] == most else seen.device[rows]
+        scores = kernels.index_scores(index.q[own], index.weights[own], keys[:most], None, visible)
+        best.put(rows, columns, scores, ids[:most])
 
 
-def part_of(shards: Shards, ids: Tensor, source: int) -> Tensor:
-    """Where selected entries [n, topk] lie in the part that `source` holds; -1: not there."""
-    here = (ids >= 0) & (entry_ranks(shards.entries, ids) == source)
-    return torch.where(here, entry_places(shards.entries, ids), -1)
+def _visible(ctx: ForwardContext, shards: Shards) -> list[list[_Visible]]:
+    """Of each piece and rank, worked out once a step."""
+    key = f"seen entries {shards.ratio}"
+    if key not in ctx.shared:
+        ctx.shared[key] = [
+            [_seen(ctx, piece, source) for source in range(shards.entries.ranks)]
+            for piece in shards.pieces
+        ]
+    found: list[list[_Visible]] = ctx.shared[key]
+    return found
+
+
+def _seen(ctx: ForwardContext, piece: ShardedPiece, source: int) -> _Visible:
+    host = np.zeros(piece.rows.stop - piece.rows.start, np.int32)
+    for span in piece.spans[source]:
+        host[span.rows] = np.minimum(
+            span.keys, np.maximum(span.first + np.arange(span.count), 0) // span.step
+        )
+    return _Visible(host, to_device(host, ctx.positions.device))
+
+
+def _directory(ctx: ForwardContext, shards: Shards) -> _Directory:
+    """Worked out once a step."""
+    key = f"directory {shards.ratio}"
+    if key not in ctx.shared:
+        ranks, device = shards.entries.ranks, ctx.positions.device
+        longest = max(piece.end // shards.ratio for piece in shards.pieces)
+        part = max(shards.entries.count(rank, longest) for rank in range(ranks))
+        ids = torch.arange(longest, device=device)
+        numbers = entry_ranks(shards.entries, ids) * part + entry_places(shards.entries, ids)
+        numbers = torch.cat((numbers, numbers.new_full((1,), -1)))
+        inverse = torch.zeros(ranks * part, dtype=torch.int32, device=device)
+        inverse[numbers[:-1]] = ids.int()
+        ctx.shared[key] = _Directory(part, numbers.int(), inverse.view(ranks, part))
+    found: _Directory = ctx.shared[key]
+    return found

@@ -95,7 +95,7 @@ def attend_travelling_kv(ctx: ForwardContext, layer: int, q: Tensor, out: Tensor
     ]
     for source, block in travelling(ctx, STATE, layer, shards):
         for piece, state in zip(shards.pieces, states, strict=True):
-            spans = shards.spans(piece, source)
+            spans = piece.spans[source]
             if spans:
                 stored = block[piece.parts[source]]
                 key, value = unpack_part(ctx.pool, STATE, stored).chunk(2, dim=1)

@@ -15,7 +15,6 @@ from kllm.kernels import block_attention_reference, moe_grouped, reference
 from kllm.kernels.block_attention_reference import (
     SoftmaxState,
     Span,
-    finish_softmax,
     merge_softmax,
     top_entries,
 )
@@ -38,6 +37,7 @@ __all__ = [
     "rope",
     "sparse_attention",
     "sparse_block_attention",
+    "split_lists",
     "swiglu",
     "top_entries",
 ]
@@ -140,15 +140,33 @@ def sparse_block_attention(
     idx: Tensor,
     scale: float,
     value_dim: int | None = None,
+    bounds: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """See `kllm.kernels.block_attention_reference.sparse_block_attention`."""
-    best = _best("block_attention", block_attention_reference.sparse_block_attention, q)
-    best(state, q, kv, idx, scale, value_dim)
+    best = _best("sparse_block", block_attention_reference.sparse_block_attention, q)
+    best(state, q, kv, idx, scale, value_dim, bounds)
 
 
-def index_scores(q: Tensor, weights: Tensor, keys: Tensor, slots: Tensor | None = None) -> Tensor:
+def split_lists(lists: Tensor, size: int, parts: int) -> tuple[Tensor, Tensor]:
+    """See `kllm.kernels.reference.split_lists`."""
+    return _best("sparse_block", reference.split_lists, lists)(lists, size, parts)
+
+
+def finish_softmax(state: SoftmaxState, dtype: torch.dtype, sink: Tensor | None = None) -> Tensor:
+    """See `kllm.kernels.block_attention_reference.finish_softmax`."""
+    best = _best("softmax_state", block_attention_reference.finish_softmax, state.o)
+    return best(state, dtype, sink)
+
+
+def index_scores(
+    q: Tensor,
+    weights: Tensor,
+    keys: Tensor,
+    slots: Tensor | None = None,
+    visible: Tensor | None = None,
+) -> Tensor:
     """See `kllm.kernels.reference.index_scores`."""
-    return _best("indexer", reference.index_scores, q)(q, weights, keys, slots)
+    return _best("indexer", reference.index_scores, q)(q, weights, keys, slots, visible)
 
 
 def pool_rows(values: Tensor, gates: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from math import log
 import torch
 from torch import Tensor
 
-from kllm.kernels import block_attention_triton
+from kllm.kernels import block_attention_triton, softmax_state_triton
 from kllm.kernels.block_attention_reference import SoftmaxState, Span
 
 # (q [n, H, D], k [s, K, D], v [s, K, Dv], scale, causal) -> result [n, H, Dv] and natural
@@ -150,7 +150,7 @@ def attend_pieces(
     """Add what a library finds for each piece to the state, in place."""
     for part in parts:
         out, lse = attend(q[part.rows], k[part.keys], v[part.keys], scale, part.causal)
-        block_attention_triton.add_result(state.rows(part.rows), out, lse)
+        softmax_state_triton.add_result(state.rows(part.rows), out, lse)
 
 
 def block_attention(

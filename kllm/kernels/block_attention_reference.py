@@ -26,17 +26,19 @@ class SoftmaxState:
 
     m: Tensor  # [n, H] float32, running maximum of the scaled scores; -inf: no key seen yet
     l: Tensor  # noqa: E741  [n, H] float32, sum of exp(score - m)
-    o: Tensor  # [n, H, Dv] float32, sum of exp(score - m) v: not normalised
+    o: Tensor  # [n, H, Dv] float32, sum of exp(score - m) v: not normalised; no kernel of a GPU
+    # reads the rows whose l is 0
 
     @classmethod
     def empty(
         cls, queries: int, heads: int, value_dim: int, device: torch.device | str
     ) -> "SoftmaxState":
         """The state before the first block."""
+        make = torch.zeros if torch.device(device).type == "cpu" else torch.empty
         return cls(
             torch.full((queries, heads), -INFINITY, device=device),
             torch.zeros(queries, heads, device=device),
-            torch.zeros(queries, heads, value_dim, device=device),
+            make(queries, heads, value_dim, dtype=torch.float32, device=device),
         )
 
     def rows(self, rows: slice) -> "SoftmaxState":
@@ -135,6 +137,7 @@ def sparse_block_attention(
     idx: Tensor,
     scale: float,
     value_dim: int | None = None,
+    bounds: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """Add the listed keys of one block to the softmax of multi-query attention, in place.
 
@@ -143,10 +146,15 @@ def sparse_block_attention(
         q: [n, H, D].
         kv: [s, D], the block's entries.
         idx: [n, c] int32 or int64, rows of `kv` that each query attends to; -1: no row.
-            Present rows may stand anywhere in a list: the work grows with their number.
         scale: multiplies the scores.
         value_dim: values are the first so many channels of the keys; None: all.
+        bounds: (begin, end), [n] int32 each: the part of its list that a query attends to; None:
+            all of it. The work grows with its length, and a query without any costs nothing.
     """
+    if bounds is not None:
+        place = torch.arange(idx.shape[1], device=idx.device)
+        begin, end = (x.unsqueeze(1) for x in bounds)
+        idx = idx.masked_fill((place < begin) | (place >= end), -1)
     counts = (idx >= 0).sum(dim=1)
     width = int(counts.max()) if counts.numel() else 0
     if width == 0:
@@ -198,8 +206,8 @@ def finish_softmax(state: SoftmaxState, dtype: torch.dtype, sink: Tensor | None 
     return (state.o * (weight / total).unsqueeze(2)).to(dtype)
 
 
-def top_entries(scores: Tensor, k: int) -> Tensor:
-    """The k highest scores of each row: [n, s] -> indices [n, min(k, s)] int64.
+def top_entries(scores: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k highest scores of each row of [n, s]: these and their indices, [n, min(k, s)] int64.
 
     On the CPU the lower of two indices with the same score wins, so that layouts select alike;
     a caller who merges candidates of several blocks lists them in the order of their positions.
@@ -208,5 +216,7 @@ def top_entries(scores: Tensor, k: int) -> Tensor:
     """
     k = min(k, scores.shape[1])
     if scores.is_cuda:
-        return scores.topk(k, dim=1, sorted=False).indices
-    return scores.sort(dim=1, descending=True, stable=True).indices[:, :k]
+        best, indices = scores.topk(k, dim=1, sorted=False)
+    else:
+        best, indices = scores.sort(dim=1, descending=True, stable=True)
+    return best[:, :k], indices[:, :k]

@@ -17,10 +17,6 @@ import triton.language as tl
 from torch import Tensor
 
 from kllm.kernels.block_attention_reference import SoftmaxState, Span
-from kllm.kernels.merge_triton import LOG2_E
-from kllm.kernels.sparse_attention_triton import tile_sizes, walk
-
-LIST_BLOCK = 1024  # entries of a list that are compacted at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +122,7 @@ def _block_attention(
     total = tl.load(l_ptr + place, valid, other=0.0)
     target = o_ptr + place[:, None] * VALUE + values
     mask = valid[:, None] & (values < VALUE)
-    acc = tl.load(target, mask, other=0.0)
+    acc = tl.load(target, mask & (total > 0)[:, None], other=0.0)
 
     # Division rounds towards zero here and downwards in Python: negative numbers are cut first.
     limit = tl.minimum(tl.maximum(first + query, 0) // step, keys)
@@ -189,136 +185,3 @@ def block_attention(
             num_warps=tile.warps,
             num_stages=tile.stages,
         )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["width", "stride"])
-def _compact(idx_ptr, out_ptr, count_ptr, width, stride, BLOCK: tl.constexpr):
-    """Copy a row's entries that are not negative to the front of its row of `out`."""
-    row = tl.program_id(0).to(tl.int64)
-    count = 0
-    for start in range(0, width, BLOCK):
-        col = start + tl.arange(0, BLOCK)
-        entry = tl.load(idx_ptr + row * stride + col, col < width, other=-1)
-        present = (entry >= 0).to(tl.int32)
-        place = count + tl.cumsum(present, axis=0) - 1
-        tl.store(out_ptr + row * width + place, entry.to(tl.int32), present > 0)
-        count += tl.sum(present, axis=0)
-    tl.store(count_ptr + row, count)
-
-
-@triton.jit(do_not_specialize=["width"])
-def _sparse_block_attention(
-    q_ptr, kv_ptr, idx_ptr, count_ptr, m_ptr, l_ptr, o_ptr,
-    width, heads, scale_log2, q_stride, q_head, kv_stride,
-    VALUE: tl.constexpr, VALUE_BLOCK: tl.constexpr, REST: tl.constexpr, REST_BLOCK: tl.constexpr,
-    HEADS: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    count = tl.load(count_ptr + token)
-    if count > 0:
-        head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
-        valid = head < heads
-        cols, more = tl.arange(0, VALUE_BLOCK), tl.arange(0, REST_BLOCK)
-        mask = valid[:, None] & (cols < VALUE)[None, :]
-        q_rows = q_ptr + token * q_stride + head[:, None] * q_head
-        q = tl.load(q_rows + cols[None, :], mask, other=0.0)
-        rest_mask = valid[:, None] & (more < REST)[None, :]
-        q_rest = tl.load(q_rows + VALUE + more[None, :], rest_mask, other=0.0)
-        place = token * heads + head
-        old = tl.load(m_ptr + place, valid, other=float("-inf"))
-        start = old * 1.4426950408889634
-        total = tl.load(l_ptr + place, valid, other=0.0)
-        target = o_ptr + place[:, None] * VALUE + cols[None, :]
-        acc = tl.load(target, mask, other=0.0)
-        peak, total, acc = walk(
-            q, q_rest, start, total, acc, kv_ptr, idx_ptr + token * width, count, kv_stride,
-            scale_log2, 0, 1, VALUE, VALUE_BLOCK, REST, REST_BLOCK, KEYS,
-        )  # fmt: skip
-        # There and back again is not exact: a maximum that did not move is not touched.
-        tl.store(m_ptr + place, peak * 0.6931471805599453, valid & (peak != start))
-        tl.store(l_ptr + place, total, valid)
-        tl.store(target, acc, mask)
-
-
-def sparse_block_attention(
-    state: SoftmaxState,
-    q: Tensor,
-    kv: Tensor,
-    idx: Tensor,
-    scale: float,
-    value_dim: int | None = None,
-) -> None:
-    """See `kllm.kernels.block_attention_reference.sparse_block_attention`."""
-    tokens, heads, dim = q.shape
-    value_dim = value_dim or dim
-    width = idx.shape[1]
-    if tokens == 0 or width == 0:
-        return
-    assert q.stride(-1) == kv.stride(-1) == idx.stride(-1) == 1
-    assert all(x.is_contiguous() for x in (state.m, state.l, state.o))
-    # A block holds few of each list's entries, scattered over it: gathered first, they are all
-    # that the attention walks.
-    lists = torch.empty(tokens, width, dtype=torch.int32, device=q.device)
-    counts = torch.empty(tokens, dtype=torch.int32, device=q.device)
-    block = min(LIST_BLOCK, triton.next_power_of_2(width))
-    _compact[(tokens,)](idx, lists, counts, width, idx.stride(0), BLOCK=block)
-    head_block, key_block = tile_sizes(tokens, heads, q.dtype, q.device)
-    rest = dim - value_dim
-    _sparse_block_attention[(tokens, triton.cdiv(heads, head_block))](
-        q, kv, lists, counts, state.m, state.l, state.o,
-        width, heads, scale * LOG2_E, q.stride(0), q.stride(1), kv.stride(0),
-        VALUE=value_dim,
-        VALUE_BLOCK=max(16, triton.next_power_of_2(value_dim)),
-        REST=rest,
-        REST_BLOCK=max(16, triton.next_power_of_2(max(rest, 1))),
-        HEADS=head_block,
-        KEYS=key_block,
-        num_warps=8 if head_block == 64 else 4,
-        num_stages=1 if q.dtype == torch.float32 else 2,
-    )  # fmt: skip
-
-
-@triton.jit
-def _add_result(
-    m_ptr, l_ptr, o_ptr, out_ptr, lse_ptr, lines, heads,
-    out_stride, out_head, lse_stride, lse_head,
-    DIM: tl.constexpr, BLOCK: tl.constexpr, LINES: tl.constexpr,
-):  # fmt: skip
-    LOG2: tl.constexpr = 1.4426950408889634
-    line = tl.program_id(0).to(tl.int64) * LINES + tl.arange(0, LINES)
-    valid = line < lines
-    row, head = line // heads, line % heads
-    cols = tl.arange(0, BLOCK)[None, :]
-    mask = valid[:, None] & (cols < DIM)
-    m = tl.load(m_ptr + line, valid, other=float("-inf"))
-    lse = tl.load(lse_ptr + row * lse_stride + head * lse_head, valid, other=float("-inf"))
-    new = tl.maximum(m, lse)
-    base = tl.where(new == float("-inf"), 0.0, new)
-    mine, theirs = tl.exp2((m - base) * LOG2), tl.exp2((lse - base) * LOG2)
-    total = tl.load(l_ptr + line, valid, other=0.0) * mine + theirs
-    target = o_ptr + line[:, None] * DIM + cols
-    out_rows = out_ptr + row[:, None] * out_stride + head[:, None] * out_head
-    out = tl.load(out_rows + cols, mask, other=0.0).to(tl.float32)
-    o = tl.load(target, mask, other=0.0) * mine[:, None] + out * theirs[:, None]
-    tl.store(m_ptr + line, new, valid)
-    tl.store(l_ptr + line, total, valid)
-    tl.store(target, o, mask)
-
-
-def add_result(state: SoftmaxState, out: Tensor, lse: Tensor) -> None:
-    """Add a finished attention over disjoint keys to `state`, in place, in one pass over both.
-
-    Args:
-        out: [n, H, Dv], normalised.
-        lse: [n, H] float32, natural log-sum-exp of the scaled scores.
-    """
-    count, heads, dim = out.shape
-    block = max(16, triton.next_power_of_2(dim))
-    lines = max(1, 2048 // block)
-    _add_result[(triton.cdiv(count * heads, lines),)](
-        state.m, state.l, state.o, out, lse, count * heads, heads,
-        out.stride(0), out.stride(1), lse.stride(0), lse.stride(1),
-        DIM=dim,
-        BLOCK=block,
-        LINES=lines,
-    )  # fmt: skip

@@ -157,7 +157,13 @@ def sparse_attention(
     return out
 
 
-def index_scores(q: Tensor, weights: Tensor, keys: Tensor, slots: Tensor | None = None) -> Tensor:
+def index_scores(
+    q: Tensor,
+    weights: Tensor,
+    keys: Tensor,
+    slots: Tensor | None = None,
+    visible: Tensor | None = None,
+) -> Tensor:
     """sum_h weights[t, h] * max(0, q[t, h] . keys[j]): the lightning indexer (DeepSeek-V3.2).
 
     Args:
@@ -165,9 +171,11 @@ def index_scores(q: Tensor, weights: Tensor, keys: Tensor, slots: Tensor | None 
         weights: [T, H] float32, scale factors included.
         keys: [N, D] that all queries share, or [T, N, D]; with `slots` [R, D].
         slots: [T, N] rows of `keys` that each query scores; -1 stands for no row and gives -inf.
+        visible: [T] int32, how many of the keys each query sees: the others give -inf. Not with
+            `slots`; None: all.
 
     Returns:
-        [T, N] float32. Without `slots` no key is masked here.
+        [T, N] float32.
     """
     num_tokens, heads = weights.shape
     num_keys = keys.shape[-2] if slots is None else slots.shape[1]
@@ -184,7 +192,30 @@ def index_scores(q: Tensor, weights: Tensor, keys: Tensor, slots: Tensor | None 
                 some = keys[columns] if keys.dim() == 2 else keys[rows, columns]
             scores = (q[rows] @ some.float().transpose(-1, -2)).relu_()  # [c, H, n]
             out[rows, columns] = (weights[rows].unsqueeze(1) @ scores).squeeze(1)
-    return out if slots is None else out.masked_fill_(slots < 0, float("-inf"))
+    if slots is not None:
+        out.masked_fill_(slots < 0, float("-inf"))
+    if visible is not None:
+        hidden = torch.arange(num_keys, device=out.device) >= visible.unsqueeze(1)
+        out.masked_fill_(hidden, float("-inf"))
+    return out
+
+
+def split_lists(lists: Tensor, size: int, parts: int) -> tuple[Tensor, Tensor]:
+    """Sort each row's numbers by the part they lie in; those of one part stay in their order.
+
+    Number x is place x % size of part x // size.
+
+    Args:
+        lists: [n, c] int32, below parts * size; negative ones are left out.
+
+    Returns:
+        places: [n, c] int32; behind the last part's they mean nothing.
+        starts: [n, parts + 1] int32, where in its row each part begins, and where the last ends.
+    """
+    part, order = torch.where(lists < 0, parts, lists // size).sort(dim=1, stable=True)
+    edges = torch.arange(parts + 1, dtype=part.dtype, device=part.device).repeat(len(part), 1)
+    starts = torch.searchsorted(part, edges, out_int32=True)
+    return (lists % size).gather(1, order), starts
 
 
 def pool_rows(values: Tensor, gates: Tensor) -> Tensor:

@@ -12,9 +12,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 from torch import Tensor
 
-from kllm.attention import gathered, latent, mla, mla_ring, ring, workspace
+from kllm.attention import gathered, latent, mla, mla_ring, ring, ring_selection, workspace
 from kllm.attention.context import ForwardContext
 from kllm.attention.ring import travel
 from kllm.attention.sequence_parallel import SequenceAttention
@@ -47,6 +48,7 @@ def forms(expanded: bool | None) -> Iterator[None]:
     with (
         patch.object(latent, "EXPANDED_BYTES", 1 << 12),
         patch.object(workspace, "BLOCK_BYTES", 1 << 12),
+        patch.object(ring_selection, "KEPT_BLOCKS", 3),
         patch.object(ring, "UNPACK_BYTES", 1 << 10),
     ):
         if expanded is None:
@@ -296,10 +298,13 @@ def test_attention_to_shared_prompts_looks_at_no_value_on_the_host(name: str, ki
         setattr(ctx, field, getattr(ctx, field).to(meta))
     for key, tensor in ctx.pool._tensors.items():
         ctx.pool._tensors[key] = tensor.to(meta)
+
+    def put(array: NDArray[Any], device: torch.device) -> Tensor:
+        return torch.tensor(array, device=device)
+
     with (
         patch.object(block_attention_reference, "sparse_block_attention", lambda *_: None),
-        patch.object(
-            gathered, "to_device", lambda array, device: torch.tensor(array, device=device)
-        ),
+        patch.object(gathered, "to_device", put),
+        patch.object(ring_selection, "to_device", put),
     ):
         assert model(ctx).shape[0] == len(local.plan.token_ids)

@@ -11,7 +11,8 @@ from torch import Tensor
 from kllm.attention.context import ForwardContext
 from kllm.attention.indexing import IndexQuery
 from kllm.attention.ring import find_shards
-from kllm.attention.ring_selection import part_of, select_travelling
+from kllm.attention.ring_selection import list_entries, select_travelling
+from kllm.cache.shards import entry_ids
 from kllm.models import deepseek_v4
 from kllm.models.base import Groups
 from kllm.models.random import fill_random
@@ -150,8 +151,13 @@ def test_selection_over_a_ring_breaks_ties_as_one_rank_does() -> None:
         index = IndexQuery("csa_index", q, weights, topk)
         (ids,) = select_travelling(ctx, layer, shards, index)
         assert ids is not None
-        found = torch.stack([part_of(shards, ids, source) >= 0 for source in range(4)])
-        assert torch.equal(found.sum(dim=0), (ids >= 0).long())  # each lies on one rank
+        listed = list_entries(ctx, shards, ids)
+        for row, places, starts in zip(ids, listed.places, listed.starts.tolist(), strict=True):
+            found = [
+                entry_ids(shards.entries, source, places[starts[source] : starts[source + 1]])
+                for source in range(4)
+            ]
+            assert torch.equal(torch.cat(found).sort()[0], row[row >= 0].sort()[0])
         return ctx.positions, ids
 
     for positions, ids in harness.on_ranks(harness.plan({0: PROMPT}, ())[1], work):

@@ -9,6 +9,7 @@ from torch import Tensor
 from kllm import kernels
 from kllm.kernels import SoftmaxState, Span
 from kllm.kernels import block_attention_reference as reference
+from kllm.kernels.reference import split_lists
 from tests.gpu.cases import DTYPES, assert_near, randn
 
 SPANS = {
@@ -19,8 +20,8 @@ SPANS = {
 }
 
 
-def triton():  # type: ignore[no-untyped-def]
-    return importlib.import_module("kllm.kernels.block_attention_triton")
+def triton(name: str = "block_attention"):  # type: ignore[no-untyped-def]
+    return importlib.import_module(f"kllm.kernels.{name}_triton")
 
 
 def chooser():  # type: ignore[no-untyped-def]
@@ -43,9 +44,16 @@ def copied(one: SoftmaxState) -> SoftmaxState:
     return SoftmaxState(one.m.clone(), one.l.clone(), one.o.clone())
 
 
+def unwritten(one: SoftmaxState) -> SoftmaxState:
+    """The same, with memory that nobody has written where nothing has been seen."""
+    o = one.o.masked_fill((one.l == 0).unsqueeze(2), float("nan"))
+    return SoftmaxState(one.m.clone(), one.l.clone(), o)
+
+
 def assert_alike(found: SoftmaxState, want: SoftmaxState, dtype: torch.dtype) -> None:
     """The finished results agree, and so does the weight that the state gives to later keys."""
-    assert_near(kernels.finish_softmax(found, dtype), kernels.finish_softmax(want, dtype))
+    finish = triton("softmax_state").finish_softmax
+    assert_near(finish(found, dtype, None), reference.finish_softmax(want, dtype))
     seen = want.l > 0
     assert torch.equal(found.l > 0, seen)
     assert_near((found.m + found.l.log())[seen].to(dtype), (want.m + want.l.log())[seen].to(dtype))
@@ -69,8 +77,8 @@ def test_block_attention_matches_the_reference(
     q = randn(37, heads, dim, dtype=dtype, device=device)
     k = randn(70, kv_heads, dim, dtype=dtype, device=device, seed=1)
     v = randn(70, kv_heads, value_dim, dtype=dtype, device=device, seed=2)
-    found = state(37, heads, value_dim, device)
-    want = copied(found)
+    want = state(37, heads, value_dim, device)
+    found = unwritten(want)
     triton().block_attention(found, q, k, v, spans, dim**-0.5)
     reference.block_attention(want, q, k, v, spans, dim**-0.5)
     assert_alike(found, want, dtype)
@@ -124,13 +132,57 @@ def test_sparse_block_attention_matches_the_reference(
     q = randn(tokens, heads, dim, dtype=dtype, device=device)
     kv = randn(400, dim, dtype=dtype, device=device, seed=1)
     idx = index_lists(tokens, width, 400, share, device)
-    found = state(tokens, heads, value_dim or dim, device)
-    want, before = copied(found), copied(found)
-    triton().sparse_block_attention(found, q, kv, idx, dim**-0.5, value_dim)
+    want = state(tokens, heads, value_dim or dim, device)
+    found, before = unwritten(want), copied(want)
+    triton("sparse_block").sparse_block_attention(found, q, kv, idx, dim**-0.5, value_dim)
     reference.sparse_block_attention(want, q, kv, idx, dim**-0.5, value_dim)
     assert_alike(found, want, dtype)
     for old, new in ((before.m, found.m), (before.l, found.l), (before.o, found.o)):
         assert torch.equal(old[tokens // 2], new[tokens // 2]), "a row without entries is untouched"
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("parts", [1, 3, 8])
+def test_lists_split_once_are_attended_to_part_by_part(
+    device: torch.device, parts: int, dtype: torch.dtype
+) -> None:
+    """Each part adds its own; a row that has nothing in a part keeps its state bit by bit."""
+    tokens, size = (4 if device.type == "cpu" else 200), 50
+    q = randn(tokens, 20, 72, dtype=dtype, device=device)
+    kv = randn(parts * size, 72, dtype=dtype, device=device, seed=1)
+    lists = index_lists(tokens, min(40, parts * size), parts * size, 0.5, device).int()
+    kernel = triton("sparse_block")
+    places, starts = kernel.split_lists(lists, size, parts)
+    for mine, theirs in zip((places, starts), split_lists(lists, size, parts), strict=True):
+        there = torch.arange(mine.shape[1], device=device) < starts[:, -1:]
+        same = mine == theirs
+        assert bool((same if mine is starts else same | ~there).all())
+    want = state(tokens, 20, 64, device)
+    found = unwritten(want)
+    reference.sparse_block_attention(want, q, kv, lists, 72**-0.5, 64)
+    for part in range(parts):
+        before, bounds = copied(found), (starts[:, part], starts[:, part + 1])
+        block = kv[part * size : (part + 1) * size]
+        kernel.sparse_block_attention(found, q, block, places, 72**-0.5, 64, bounds)
+        idle = starts[:, part] == starts[:, part + 1]
+        assert torch.equal(found.m[idle], before.m[idle])
+        assert torch.equal(found.o[idle].nan_to_num(7.0), before.o[idle].nan_to_num(7.0))
+    assert_alike(found, want, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dim", [40, 256])
+def test_finishing_matches_the_reference(
+    device: torch.device, dim: int, dtype: torch.dtype
+) -> None:
+    """With and without a sink; a query without keys gives zeros."""
+    want = state(21, 3, dim, device)
+    finish = triton("softmax_state").finish_softmax
+    for sink in (None, 3 * randn(3, dtype=torch.float32, device=device)):
+        found = finish(unwritten(want), dtype, sink)
+        assert_near(found, reference.finish_softmax(want, dtype, sink))
+        assert not found[0].any()
+    assert finish(SoftmaxState.empty(0, 3, dim, device), dtype, None).shape == (0, 3, dim)
 
 
 def test_row_that_sees_nothing_keeps_its_state_exactly(device: torch.device) -> None:
@@ -153,12 +205,12 @@ def test_finished_result_is_added_like_a_block(
     out = randn(3, 21, dim, dtype=dtype, device=device).transpose(0, 1)  # [n, H, Dv] of a view
     lse = 3 * randn(3, 21, dtype=torch.float32, device=device).t()
     lse[:2] = float("-inf")
-    found = state(21, 3, dim, device)
-    want = copied(found)
-    triton().add_result(found, out, lse)
+    want = state(21, 3, dim, device)
+    found = unwritten(want)
+    triton("softmax_state").add_result(found, out, lse)
     other = SoftmaxState(lse, lse.isfinite().float(), out.float() * lse.isfinite().unsqueeze(2))
     kernels.merge_softmax(want, other)
-    assert_near(kernels.finish_softmax(found, dtype), kernels.finish_softmax(want, dtype))
+    assert_alike(found, want, dtype)
 
 
 @pytest.mark.parametrize("first", [-600, -1, 0, 1, 2, 900, 2300, 2600, 9000])

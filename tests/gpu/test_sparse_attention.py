@@ -87,6 +87,24 @@ def test_index_scores_match_the_reference(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("tokens", [3, 19])
+def test_index_scores_hide_what_a_query_does_not_see(
+    device: torch.device, tokens: int, dtype: torch.dtype
+) -> None:
+    """Whole tiles of keys that no query of a program sees, parts of tiles, and all of them."""
+    q = randn(tokens, 16, 32, dtype=dtype, device=device)
+    weights = randn(tokens, 16, dtype=torch.float32, device=device) / 16
+    keys = randn(300, 32, dtype=dtype, device=device)
+    for first, each in ((0, 2), (200, 7), (300, 0)):
+        visible = (first + each * torch.arange(tokens, device=device)).clamp_max(300).int()
+        found = kernel("indexer").index_scores(q, weights, keys, None, visible)
+        hidden = torch.arange(300, device=device) >= visible.unsqueeze(1)
+        assert torch.equal(found == float("-inf"), hidden)
+        want = reference.index_scores(q, weights, keys, None, visible)
+        assert_near(found, want, scale=10)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_index_scores_of_listed_rows_match_the_reference(
     device: torch.device, dtype: torch.dtype
 ) -> None:

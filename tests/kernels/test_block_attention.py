@@ -97,12 +97,15 @@ def test_blocks_in_any_order_make_one_softmax(
     torch.testing.assert_close(got, softmax_attention(q, k, v, seen, 0.5, sink), **CLOSE)
 
 
-@given(st.data(), st.booleans(), st.sampled_from([1 << 28, 1 << 10]))
-@settings(deadline=None, max_examples=60)
+@given(st.data(), st.booleans(), st.booleans(), st.sampled_from([1 << 28, 1 << 10]))
+@settings(deadline=None, max_examples=80)
 def test_listed_keys_of_blocks_make_one_softmax(
-    data: st.DataObject, with_sink: bool, workspace: int
+    data: st.DataObject, with_sink: bool, split: bool, workspace: int
 ) -> None:
-    """Each query lists any keys; every block gets its share of the lists, with holes."""
+    """Each query lists any keys; every block gets its share of the lists, with holes.
+
+    Or the lists are split once, and every block gets all of them and what it has to look at.
+    """
     queries, keys = data.draw(st.integers(0, 12)), data.draw(st.integers(1, 50))
     cuts = sorted({*data.draw(st.lists(st.integers(1, keys), max_size=4)), keys})
     seed = data.draw(st.integers(0, 999))
@@ -113,11 +116,19 @@ def test_listed_keys_of_blocks_make_one_softmax(
     state = SoftmaxState.empty(queries, 3, 6, "cpu")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(reference, "WORKSPACE_BYTES", workspace)
-        for begin, end in data.draw(st.permutations(list(zip([0, *cuts], cuts, strict=False)))):
-            rows = torch.arange(end - begin).expand(queries, -1)
-            idx = rows.masked_fill(~seen[:, begin:end], -1)
-            idx = idx[:, torch.randperm(end - begin, generator=torch.Generator().manual_seed(end))]
-            kernels.sparse_block_attention(state, q, kv[begin:end], idx, 0.5, 6)
+        shuffled = torch.randperm(keys, generator=torch.Generator().manual_seed(seed))
+        lists = torch.arange(keys).masked_fill(~seen, -1)[:, shuffled]
+        if split:
+            size = data.draw(st.integers(1, keys))
+            parts = -(-keys // size)
+            places, starts = kernels.split_lists(lists.int(), size, parts)
+            for i in data.draw(st.permutations(range(parts))):
+                block, bounds = kv[i * size : (i + 1) * size], (starts[:, i], starts[:, i + 1])
+                kernels.sparse_block_attention(state, q, block, places, 0.5, 6, bounds)
+        else:
+            for begin, end in data.draw(st.permutations(list(zip([0, *cuts], cuts, strict=False)))):
+                idx = torch.where((lists >= begin) & (lists < end), lists - begin, -1)
+                kernels.sparse_block_attention(state, q, kv[begin:end], idx, 0.5, 6)
     got = kernels.finish_softmax(state, torch.float64, sink)
     want = softmax_attention(q, kv.unsqueeze(1), kv[:, None, :6], seen, 0.5, sink)
     torch.testing.assert_close(got, want, **CLOSE)
@@ -178,5 +189,19 @@ def test_large_scores_and_sinks_do_not_overflow() -> None:
 
 def test_top_entries_prefer_the_lower_index_on_a_tie() -> None:
     scores = torch.tensor([[0.0, 2.0, 0.0, 0.0, 2.0], [-math.inf, -math.inf, 1.0, 1.0, 1.0]])
-    assert kernels.top_entries(scores, 3).tolist() == [[1, 4, 0], [2, 3, 4]]
-    assert kernels.top_entries(scores, 9).shape == (2, 5)
+    best, indices = kernels.top_entries(scores, 3)
+    assert indices.tolist() == [[1, 4, 0], [2, 3, 4]]
+    assert torch.equal(best, scores.gather(1, indices))
+    assert kernels.top_entries(scores, 9)[1].shape == (2, 5)
+
+
+def test_lists_are_split_by_part_in_their_order() -> None:
+    lists = torch.tensor([[7, 3, -1, 0, 8, 2], [-1] * 6, [5, 4, 3, 2, 1, 0]], dtype=torch.int32)
+    places, starts = kernels.split_lists(lists, 3, 4)
+    assert starts.tolist() == [[0, 2, 3, 5, 5], [0] * 5, [0, 3, 6, 6, 6]]
+    assert [row[: starts[i, -1]].tolist() for i, row in enumerate(places)] == [
+        [0, 2, 0, 1, 2],
+        [],
+        [2, 1, 0, 2, 1, 0],
+    ]
+    assert kernels.split_lists(lists[:0], 3, 4)[1].shape == (0, 5)
