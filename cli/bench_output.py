@@ -1,10 +1,13 @@
 """A bench's result in a terminal: a table for each series, then what it says in sentences."""
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kllm.cli.console import out
 
 if TYPE_CHECKING:
+    from rich.table import Table
+
     from kllm.results.schema import RunResult, Series
 
 DETAILS = ("requests", "pairs", "routing", "sweep:layers")  # series that are stored and not printed
@@ -16,67 +19,121 @@ NOT_SHOWN = (
     *("gather_transfer_s", "replicated_transfer_s"),
     *("gather_exposed_share", "replicated_exposed_share"),
 )
-
-TEXTS = (  # columns of words
-    *("state", "reason", "load", "layout", "quantity", "estimate", "against", "what", "way"),
-    *("backend", "fidelity", "model", "attention", "link", "kind", "entries", "auto", "claim"),
-    "status",
-)
-NAMES = ("link", "auto")  # columns of single words
 RAN = ("model", "attention", "cp", "chunk", "link", "state")  # columns that say what ran
+FINE = "state ok"  # goes without saying
+GAPS = (2, 1)  # between two columns: usual, and where a table is wide
+NARROWEST = 6  # of a column whose words are cut
+
+Row = dict[str, Any]  # a cell by the name of its column
 
 
 def print_result(result: "RunResult") -> None:
     """Print the tables of a result, its verdict, its boundary and its notes."""
-    from rich.markup import escape
-
     about = f"{result.model} ({result.scale}, {result.dtype}), fidelity: {result.fidelity}"
-    out.print(escape(f"{result.name}: {about}"), highlight=False, soft_wrap=True)
+    _line(f"{result.name}: {about}")
     for series in result.series:
         # A gain is what a sweep beside it shows already; reports draw it.
         if series.name not in DETAILS and not series.name.startswith("gain:"):
-            heading, table = series_table(series)
-            out.print(escape(heading), style="bold", highlight=False, soft_wrap=True)
+            heading, table, footnotes = series_table(series, out.width)
+            _line("")
+            _line(heading, style="bold")
             out.print(table)
+            for footnote in footnotes:
+                _line(footnote)
+    _line("")
     for sentence in (result.verdict, result.boundary, *result.notes):
         if sentence:
-            out.print(escape(sentence), highlight=False, soft_wrap=True)
+            _line(sentence)
 
 
-def series_table(series: "Series") -> tuple[str, Any]:
-    """A heading with what all rows share, and a table of the rest."""
+def series_table(series: "Series", width: int) -> "tuple[str, Table, list[str]]":
+    """A heading with what all rows share, a table of the rest, and its footnotes.
+
+    Args:
+        width: of the terminal, in characters.
+    """
+    names = [column.name for column in series.columns]
+    rows = [dict(zip(names, row, strict=True)) for row in series.rows or ()]
+    footnotes = take_reasons(rows)
+    shown = [n for n in names if n != "reason" and not n.endswith(NOT_SHOWN)]
+    # All is alike in a single row: there the heading says what ran.
+    alike = {n: cell for n, cell in _alike(shown, rows).items() if len(rows) > 1 or n in RAN}
+    columns = [n for n in shown if n not in alike] or shown
+    said = [f"{_heading(name)} {cell}" for name, cell in alike.items() if cell]
+    heading = ", ".join([_heading(series.name), *(words for words in said if words != FINE)])
+    return heading, _table(columns, rows, width), footnotes
+
+
+def take_reasons(rows: Sequence[Row]) -> list[str]:
+    """Take the reasons, which are sentences, out of rows; a mark at the state stands for each.
+
+    Returns:
+        The reasons as footnotes.
+    """
+    marks: dict[str, str] = {}
+    for row in rows:
+        if reason := row.pop("reason", None):
+            mark = marks.setdefault(reason, f"({len(marks) + 1})")
+            row["state"] = f"{row['state']} {mark}"
+    return [f"{mark} {reason}" for reason, mark in marks.items()]
+
+
+def _table(columns: Sequence[str], rows: Sequence[Row], width: int) -> "Table":
+    from rich import box
     from rich.markup import escape
     from rich.table import Table
 
-    rows = series.rows or ()
-    shown = [c for c in series.columns if not c.name.endswith(NOT_SHOWN)]
-    # All is alike in a single row: there the heading says what ran.
-    alike = {n: cell for n, cell in _alike(series).items() if len(rows) > 1 or n in RAN}
-    columns = [c for c in shown if c.name not in alike] or shown
-    kept = [series.columns.index(column) for column in columns]
-    said = [f"{_heading(c.name)} {alike[c.name]}" for c in shown if alike.get(c.name)]
-    table = Table()
-    for column in columns:
-        numeric = column.name not in TEXTS
+    cells = {name: [_cell(row[name]) for row in rows] for name in columns}
+    texts = [n for n in columns if not all(isinstance(r[n], int | float | None) for r in rows)]
+    gap, widths = fit({name: [_heading(name), *cells[name]] for name in columns}, texts, width)
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, gap - 1, 0, 0))
+    for name in columns:
         table.add_column(
-            _heading(column.name),
-            justify="right" if numeric else "left",
+            _heading(name),
+            justify="left" if name in texts else "right",
             overflow="fold",
-            no_wrap=column.name in NAMES,
+            width=widths.get(name),
         )
-    for row in rows:
-        table.add_row(*(escape(_cell(row[index])) for index in kept))
-    return ", ".join([_heading(series.name), *said]), table
+    for row in zip(*cells.values(), strict=True):
+        table.add_row(*map(escape, row))
+    return table
 
 
-def _alike(series: "Series") -> dict[str, str]:
+def fit(
+    cells: Mapping[str, Sequence[str]], texts: Sequence[str], width: int
+) -> tuple[int, dict[str, int]]:
+    """The gap between columns, and widths at which words stay whole.
+
+    Args:
+        cells: of each column, the heading among them.
+        texts: columns whose longest words may be cut if there is no other way.
+        width: of the terminal.
+
+    Returns:
+        Both; no widths where even that does not help.
+    """
+    whole = {name: max(map(len, column)) for name, column in cells.items()}
+    least = {name: max(map(len, " ".join(column).split())) for name, column in cells.items()}
+    gap = next((gap for gap in GAPS if _total(least, gap) <= width), GAPS[-1])
+    while _total(least, gap) > width:
+        widest = max(texts, key=least.__getitem__, default="")
+        if least.get(widest, 0) <= NARROWEST:
+            return gap, {}
+        least[widest] -= 1
+    widths = dict(least)
+    for name in cells:
+        widths[name] += min(whole[name] - least[name], max(0, width - _total(widths, gap)))
+    return gap, widths
+
+
+def _total(widths: Mapping[str, int], gap: int) -> int:
+    return sum(widths.values()) + gap * (len(widths) - 1)
+
+
+def _alike(names: Sequence[str], rows: Sequence[Row]) -> dict[str, str]:
     """The columns whose cells are the same in all rows, with what these say."""
-    found = {}
-    for index, column in enumerate(series.columns):
-        cells = {_cell(row[index]) for row in series.rows or ()}
-        if len(cells) == 1:
-            found[column.name] = cells.pop()
-    return found
+    found = {name: {_cell(row[name]) for row in rows} for name in names}
+    return {name: cells.pop() for name, cells in found.items() if len(cells) == 1}
 
 
 def _heading(name: str) -> str:
@@ -85,6 +142,19 @@ def _heading(name: str) -> str:
 
 
 def _cell(value: object) -> str:
-    if value is None:
-        return ""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    match value:
+        case None:
+            return ""
+        case bool():
+            return "yes" if value else "no"
+        case float() if not 1e4 <= abs(value) < 1e9:
+            return f"{value:.4g}"
+        case float():
+            return f"{value:,.0f}"
+        case int() if abs(value) >= 1e4:
+            return f"{value:,}"
+    return str(value)
+
+
+def _line(text: str, style: str | None = None) -> None:
+    out.print(text, style=style, highlight=False, soft_wrap=True, markup=False)

@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 
 from kllm import hardware
 from kllm.cli.bench import bench_app
-from kllm.cli.bench_output import series_table
+from kllm.cli.bench_output import fit, series_table
 from kllm.cli.bench_progress import progress
 from kllm.cli.doctor import advice, doctor
 from kllm.errors import KllmError
@@ -33,14 +33,41 @@ def run(*args: str) -> str:
 
 
 def test_columns_that_are_alike_in_all_rows_move_to_the_heading() -> None:
-    about = {"model": "m", "chunk": 8192, "reason": ""}
+    about = {"model": "m", "chunk": 8192, "state": "ok"}
     rows = [about | {"prompt_tokens": isl, "ring_tokens_per_s": isl / 2} for isl in (4, 8)]
-    heading, table = series_table(Series.of("sweep", rows, {}))
+    heading, table, footnotes = series_table(Series.of("sweep", rows), 80)
     assert heading == "sweep, model m, chunk 8192"
     assert [column.header for column in table.columns] == ["ISL", "ring tok/s"]
-    heading, table = series_table(Series.of("sweep", rows[:1], {}))
+    assert footnotes == []
+    heading, table, _ = series_table(Series.of("sweep", rows[:1]), 80)
     assert heading == "sweep, model m, chunk 8192"
-    assert [column.header for column in table.columns] == ["reason", "ISL", "ring tok/s"]
+    assert [column.header for column in table.columns] == ["ISL", "ring tok/s"]
+
+
+def test_reasons_are_footnotes_that_states_refer_to() -> None:
+    reasons = (None, "it is too large", "it took too long", "it is too large")
+    rows = [{"batch": 1, "state": "failed" if why else "ok", "reason": why} for why in reasons]
+    _, table, footnotes = series_table(Series.of("sweep", rows), 80)
+    assert [column.header for column in table.columns] == ["state"]
+    assert list(table.columns[0].cells) == ["ok", "failed (1)", "failed (2)", "failed (1)"]
+    assert footnotes == ["(1) it is too large", "(2) it took too long"]
+
+
+@pytest.mark.parametrize(
+    ("width", "expected"),
+    [
+        (80, (2, {"model": 13, "rate": 12})),  # all on one line
+        (24, (2, {"model": 13, "rate": 9})),  # the heading on two
+        (21, (1, {"model": 13, "rate": 7})),  # closer together
+        (18, (1, {"model": 10, "rate": 7})),  # the name is cut, the number is not
+        (13, (1, {})),  # there is no way
+    ],
+)
+def test_words_and_numbers_stay_whole_while_there_is_room(
+    width: int, expected: tuple[int, dict[str, int]]
+) -> None:
+    cells = {"model": ["model", "glm-5.2-dense"], "rate": ["output tok/s", "109,277"]}
+    assert fit(cells, ["model"], width) == expected
 
 
 def test_list_names_every_bench_and_its_deciding_variable() -> None:
