@@ -278,7 +278,8 @@ def _absorbed(
     """A chunk's attention to entries as they are: q [n, H, N + rope] -> [n, H, V]."""
     out = q.new_empty(*q.shape[:2], heads.values.shape[1])
     widths = 2 * heads.keys.shape[2] + heads.rope  # absorbed query and weighted latent
-    for rows in row_blocks(len(q), 4 * q.shape[1] * widths + 8 * chunk.end):
+    listing = 0 if chosen is not None else 8 * chunk.end
+    for rows in row_blocks(len(q), 4 * q.shape[1] * widths + listing):
         if chosen is not None:
             idx = chosen[rows]
         else:
