@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kllm.kernels import block_attention_triton, softmax_state_triton
-from kllm.kernels.block_attention_reference import SoftmaxState, Span
+from kllm.kernels.block_attention_reference import SoftmaxState, Span, joined
 
 # (q [n, H, D], k [s, K, D], v [s, K, Dv], scale, causal) -> result [n, H, Dv] and natural
 # log-sum-exp [n, H]. `causal` needs n = s: row i sees the keys up to i.
@@ -158,7 +158,7 @@ def block_attention(
 ) -> None:
     """See `kllm.kernels.block_attention_reference.block_attention`."""
     rest = []
-    for span in spans:
+    for span in joined(spans):
         parts = pieces(span)
         names = libraries_for(q, k, v) if parts else []
         if parts and names:

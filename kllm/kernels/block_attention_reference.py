@@ -74,6 +74,23 @@ class Span:
         return self.seen(0) == self.keys
 
 
+def joined(spans: Sequence[Span]) -> list[Span]:
+    """The spans, with neighbours that see all of the same keys made one: fewer, larger calls.
+
+    Stretches of a prompt that lie apart see the same prefix of most blocks.
+    """
+    found = list(spans[:1])
+    for span in spans[1:]:
+        before = found[-1]
+        alike = before.full and span.full and before.keys == span.keys
+        if alike and before.rows.stop == span.rows.start:
+            rows = slice(before.rows.start, span.rows.stop)
+            found[-1] = Span(rows, span.keys, span.keys)
+        else:
+            found.append(span)
+    return found
+
+
 def block_attention(
     state: SoftmaxState, q: Tensor, k: Tensor, v: Tensor, spans: Sequence[Span], scale: float
 ) -> None:

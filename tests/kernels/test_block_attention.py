@@ -12,6 +12,7 @@ from torch import Tensor
 
 from kllm import kernels
 from kllm.kernels import SoftmaxState, Span, reference
+from kllm.kernels.block_attention_reference import joined
 from tests.tolerances import TOLERANCE
 
 CLOSE = {"rtol": TOLERANCE[torch.float32], "atol": TOLERANCE[torch.float32]}
@@ -132,6 +133,28 @@ def test_listed_keys_of_blocks_make_one_softmax(
     got = kernels.finish_softmax(state, torch.float64, sink)
     want = softmax_attention(q, kv.unsqueeze(1), kv[:, None, :6], seen, 0.5, sink)
     torch.testing.assert_close(got, want, **CLOSE)
+
+
+@given(cases())
+@settings(deadline=None, max_examples=60)
+def test_joined_spans_see_the_same(case: tuple[int, int, list[Block]]) -> None:
+    _, _, blocks = case
+    for block in blocks:
+        found = [
+            {
+                row: span.seen(row - span.rows.start)
+                for span in spans
+                for row in range(span.rows.start, span.rows.stop)
+            }
+            for spans in (block.spans, joined(block.spans))
+        ]
+        assert found[0] == found[1]
+
+
+def test_stretches_that_see_the_same_prefix_are_joined() -> None:
+    full = [Span(slice(0, 4), 9, 9), Span(slice(4, 6), 12, 9), Span(slice(6, 7), 36, 9, 4)]
+    behind = [Span(slice(7, 9), 8, 8), Span(slice(10, 12), 8, 8), Span(slice(12, 15), 3, 8)]
+    assert joined([*full, *behind]) == [Span(slice(0, 7), 9, 9), *behind]
 
 
 def filled_state() -> SoftmaxState:
