@@ -51,16 +51,17 @@ app = typer.Typer(
     help="Benchmark and tune deployments of large MoE language models.",
     epilog="Every option can also be set by a KLLM_* variable or a TOML file: `kllm config`.",
 )
-app.command()(tune)
-app.command("tune-quality")(tune_quality)
-app.add_typer(bench_app, name="bench")
-app.command()(compare)
-app.command()(report)
-app.command()(generate)
-app.command()(models)
-app.add_typer(recipes_app, name="recipes")
-app.command()(doctor)
-app.add_typer(config_app, name="config")
+MEASURE, RESULTS, HERE = "Measure and tune", "Results", "Models and this machine"
+app.command(rich_help_panel=MEASURE)(tune)
+app.command("tune-quality", rich_help_panel=MEASURE)(tune_quality)
+app.add_typer(bench_app, name="bench", rich_help_panel=MEASURE)
+app.command(rich_help_panel=RESULTS)(compare)
+app.command(rich_help_panel=RESULTS)(report)
+app.add_typer(recipes_app, name="recipes", rich_help_panel=RESULTS)
+app.command(rich_help_panel=HERE)(generate)
+app.command(rich_help_panel=HERE)(models)
+app.command(rich_help_panel=HERE)(doctor)
+app.add_typer(config_app, name="config", rich_help_panel=HERE)
 
 
 def _print_version(wanted: bool) -> None:
@@ -72,7 +73,10 @@ def _print_version(wanted: bool) -> None:
 @app.callback()
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print it.")
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version."
+        ),
     ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Print tracebacks of errors.")] = False,
 ) -> None:

@@ -5,21 +5,22 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kllm.cli.console import out
-from kllm.cli.models_layout import print_deployment, scaled, size
-from kllm.cli.options import AsJson
+from kllm.cli.models_layout import exact, print_deployment, scaled, size
+from kllm.cli.options import AsJson, given_options
 
 if TYPE_CHECKING:
     from kllm.models.catalog import ModelFacts
 
 
 def models(
+    ctx: typer.Context,
     model: Annotated[
         str | None,
         typer.Argument(help="Preset, model folder or GGUF file; default: all presets."),
     ] = None,
     layout: Annotated[
         str | None,
-        typer.Option(help="Layout to compute, as in tp=8 or tp=2,dp=4,ep=8,cp=1,pp=1."),
+        typer.Option(help="Layout to compute, as in tp=8 or dp=8,ep=8."),
     ] = None,
     gpu: Annotated[str, typer.Option(help="GPU of a layout: h100, h200, b200 or b300.")] = "h200",
     memory_gb: Annotated[
@@ -77,6 +78,9 @@ def models(
         else:
             print_deployment(computed, memory_fraction)
         return
+    if unused := given_options(ctx) - {"model", "--json"}:
+        options = ", ".join(sorted(unused))
+        raise ConfigError(f"{options}: for layouts only; add one, as in `--layout dp=8,ep=8`")
     found = catalog.all_presets() if model is None else [catalog.facts(model)]
     if as_json:
         document = {"models": [asdict(facts) for facts in found], "aliases": presets.ALIASES}
@@ -133,7 +137,7 @@ def _details(m: "ModelFacts") -> Any:
     for dtype, per_token in m.kv_bytes_per_token.items():
         table.add_row(
             f"KV in {dtype}",
-            f"{per_token:,.2f} bytes a token, {m.bytes_per_request[dtype]:,} bytes a request",
+            f"{exact(per_token)} bytes a token, {m.bytes_per_request[dtype]:,} bytes a request",
         )
     fit = m.fit
     table.add_row(

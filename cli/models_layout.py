@@ -46,9 +46,9 @@ def _memory(found: "Deployment", fraction: float) -> Any:
     )
     table.add_row("left for activations", size(found.activation_bytes))
     per_token = max(s.kv_bytes_per_token for s in held.stages)
-    table.add_row(f"KV a token on a rank, {found.kv_dtype}", f"{per_token:,.2f} bytes")
+    table.add_row(f"KV a token on a rank, {found.kv_dtype}", f"{exact(per_token)} bytes")
     copies = f", each entry {held.copies} times" if held.copies > 1 else ""
-    table.add_row("KV a token over all ranks", f"{held.kv_bytes_per_token:,.2f} bytes{copies}")
+    table.add_row("KV a token over all ranks", f"{exact(held.kv_bytes_per_token)} bytes{copies}")
     state = max(s.state_bytes_per_request for s in held.stages)
     if state:
         table.add_row("constant state a request on a rank", f"{state:,} bytes")
@@ -124,6 +124,11 @@ def _sentences(found: "Sequence") -> list[str]:
         below, above = (kind.replace("_", "-") for kind in (edge.below, edge.above))
         said.append(f"Break-even at {at}: {below} is faster below, {above} above.")
     return said
+
+
+def exact(number: float) -> str:
+    """A number with its hundredths, if it has any."""
+    return f"{number:,.2f}".removesuffix(".00")
 
 
 def size(nbytes: float) -> str:

@@ -41,6 +41,13 @@ ExpertPlacement = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]
 
 
+def given_options(ctx: typer.Context) -> frozenset[str]:
+    """The options that stand on the command line, as in "--model"."""
+    named = {param.name: param.opts[0] for param in ctx.command.params if param.name}
+    sources = {option: ctx.get_parameter_source(name) for name, option in named.items()}
+    return frozenset(o for o, source in sources.items() if source and source.name == "COMMANDLINE")
+
+
 def integers(option: str, text: str) -> tuple[int, ...]:
     """Whole numbers as in 1,4,16.
 

@@ -6,7 +6,15 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from kllm.cli.console import err, interrupted
-from kllm.cli.options import DEFAULT_OUTPUT, AsJson, Device, Dtype, LinkName, Scale
+from kllm.cli.options import (
+    DEFAULT_OUTPUT,
+    AsJson,
+    Device,
+    Dtype,
+    LinkName,
+    Scale,
+    given_options,
+)
 from kllm.cli.tune_output import end
 
 if TYPE_CHECKING:
@@ -64,8 +72,8 @@ def tune(
     storage: Annotated[
         str,
         typer.Option(
-            help="journal:PATH, or an Optuna URL as postgresql+psycopg2://user:pw@host/db; several "
-            "processes may share it. Default: a journal in --output."
+            help="journal:PATH or the URL of a database, which several processes may share; "
+            "default: a journal in --output."
         ),
     ] = "",
     study: Annotated[str, typer.Option(help="Study name; default: a new one.")] = "",
@@ -140,16 +148,9 @@ def _options(asked: dict[str, Any]) -> "Options":
     return Options(
         timeout_s=asked["timeout"],
         trial_timeout_s=asked["trial_timeout"],
-        given=_given(asked["ctx"]) & OPTIONS.keys(),
+        given=given_options(asked["ctx"]) & OPTIONS.keys(),
         **same,
     )
-
-
-def _given(ctx: typer.Context) -> frozenset[str]:
-    """The options on the command line, as in "--model"."""
-    named = {param.name: param.opts[0] for param in ctx.command.params if param.name}
-    sources = {option: ctx.get_parameter_source(name) for name, option in named.items()}
-    return frozenset(o for o, source in sources.items() if source and source.name == "COMMANDLINE")
 
 
 def _where(storage: str, output: Path) -> str:

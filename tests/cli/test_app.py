@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from kllm import __version__
 from kllm.cli import app as cli
@@ -88,3 +89,17 @@ def test_every_command_explains_itself_and_its_options() -> None:
             walk(child, here)
 
     walk(typer.main.get_command(cli.app), "kllm")
+
+
+def test_help_is_whole_in_80_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A word that is longer than its column would be cut off."""
+    monkeypatch.setenv("COLUMNS", "80")
+
+    def walk(command: object, path: tuple[str, ...]) -> None:
+        shown = CliRunner().invoke(cli.app, [*path, "--help"])
+        assert shown.exit_code == 0
+        assert "…" not in shown.stdout, shown.stdout
+        for name, child in getattr(command, "commands", {}).items():
+            walk(child, (*path, name))
+
+    walk(typer.main.get_command(cli.app), ())

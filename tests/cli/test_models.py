@@ -43,12 +43,17 @@ def test_one_model_in_detail() -> None:
     text = run("smollm2-135m")
     assert "134,515,008" in text
     assert "272 tensors" in text
-    assert "23,040.00 bytes a token" in text
+    assert "23,040 bytes a token" in text
 
 
 def test_an_unknown_model_is_refused() -> None:
     with pytest.raises(ConfigError, match="unknown model 'nope'"):
         run("nope")
+
+
+def test_options_of_layouts_are_refused_without_one() -> None:
+    with pytest.raises(ConfigError, match=r"--batch, --gpu: for layouts only"):
+        run("--gpu", "b200", "--batch", "8", "--json")
 
 
 def test_numbers_are_printed_in_the_units_of_the_field() -> None:
@@ -66,7 +71,7 @@ def test_a_layout_is_computed_for_a_gpu() -> None:
     assert "glm-5.2 dp8+ep8" in text
     assert "8 x h200" in text
     assert "2,320,960 tokens" in text
-    assert "53,940.00 bytes" in text
+    assert "53,940 bytes" in text
     for what in ("dispatch", "combine"):
         assert what in text
     assert "Modelled" in text
