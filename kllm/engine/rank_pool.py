@@ -7,15 +7,15 @@ answer, or reports an error ends them all, with one sentence that names the caus
 import contextlib
 import os
 import pickle
-import secrets
+import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from multiprocessing.connection import Connection, Listener, wait
 from pathlib import Path
 from typing import IO, Any
 
@@ -23,12 +23,22 @@ import psutil
 import torch
 
 from kllm import env
+from kllm.engine.rank_channel import (
+    PULSE,
+    STEPS,
+    Channel,
+    Patience,
+    identify,
+    listen,
+    new_key,
+)
 from kllm.engine.rank_protocol import AUTHKEY, OBITUARY, Failure
 from kllm.errors import CapacityError, ConfigError, DataError, DependencyError, WorkerError
 
 MODULE = "kllm.engine.rank_process"
 START_S = 120.0  # until every rank must have called back
 SILENCE_S = 20.0  # a rank sends a sign of life every second
+LOOK_MS = 1000  # between two looks for them
 CAUSE_S = 1.0  # after a first sign of trouble: how long to look for the rank that died
 CLOSE_S = 5.0
 SOCKET_PATH_BYTES = 103  # what every system takes, the final zero not counted
@@ -37,10 +47,22 @@ IDLE_BYTES = 64 << 20  # of host memory that a rank has for itself before it hol
 
 @dataclass(slots=True)
 class RankLink:
-    """The connection to one rank."""
+    """The connections to one rank."""
 
-    connection: Connection
+    steps: Channel
+    pulse: socket.socket
     heard_s: float = field(default_factory=time.monotonic)
+
+    def listen(self) -> None:
+        """Read its signs of life."""
+        with contextlib.suppress(OSError):  # none came; a death shows on the other connection
+            if self.pulse.recv(1 << 12):
+                self.heard_s = time.monotonic()
+
+    def close(self) -> None:
+        """Close both connections."""
+        self.steps.close()
+        self.pulse.close()
 
 
 @dataclass(slots=True)
@@ -75,16 +97,27 @@ class RankPool:
 
     Args:
         ranks: in order of their numbers.
-        nursery: the parent of those that run on this machine.
+        nursery: the parent of those that it started.
         host: where the ranks reach this process.
+        local: how many of them run on this machine; None: all.
     """
 
     def __init__(
-        self, ranks: Sequence[RankLink], nursery: Nursery, host: str = "127.0.0.1"
+        self,
+        ranks: Sequence[RankLink],
+        nursery: Nursery,
+        host: str = "127.0.0.1",
+        local: int | None = None,
     ) -> None:
         self.ranks = list(ranks)
         self.host = host
         self.nursery = nursery
+        self._patience = Patience(1 + (len(ranks) if local is None else local))
+        self._poll = select.poll()
+        self._numbers: dict[int, int] = {}  # of ranks, by the descriptor of their connection
+        for i, rank in enumerate(self.ranks):
+            self._poll.register(rank.steps.fileno(), select.POLLIN)
+            self._numbers[rank.steps.fileno()] = i
 
     @property
     def world(self) -> int:
@@ -111,57 +144,61 @@ class RankPool:
         """
         if not self.ranks:
             raise WorkerError("the ranks have ended already; start a new engine")
-        ranks = self.ranks[: len(messages)]
         try:
             packed: dict[int, bytes] = {}
-            for rank, message in zip(ranks, messages, strict=True):
+            for i, message in enumerate(messages):
                 data = packed.get(id(message))
                 if data is None:
                     data = packed[id(message)] = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-                with contextlib.suppress(OSError):  # dead: noticed when its answer is awaited
-                    rank.connection.send_bytes(data)
-            return self._answers(ranks, timeout_s)
+                self._send(i, data)
+            return self._answers(len(messages), timeout_s)
         except BaseException:
             self.kill()  # the ranks wait for each other, and no later answer could be trusted
             raise
 
-    def _answers(self, ranks: Sequence[RankLink], timeout_s: float | None) -> list[Any]:
+    def _send(self, i: int, data: bytes) -> None:
+        try:
+            self.ranks[i].steps.send(data)
+        except TimeoutError:
+            raise WorkerError(_silent(i)) from None
+        except OSError:
+            pass  # dead: noticed when its answer is awaited
+
+    def _answers(self, count: int, timeout_s: float | None) -> list[Any]:
         answers: dict[int, Any] = {}
         limit_s = env.step_timeout_s() if timeout_s is None else timeout_s
-        deadline = time.monotonic() + limit_s
-        for rank in ranks:
-            rank.heard_s = time.monotonic()
-        by_connection = {rank.connection: i for i, rank in enumerate(ranks)}
-        waiting = set(by_connection)
-        while waiting:
-            for ready in wait(list(waiting), timeout=1.0):
-                assert isinstance(ready, Connection)
-                i = by_connection[ready]
-                message = self._read(i)
-                ranks[i].heard_s = time.monotonic()
-                if isinstance(message, Failure):
-                    self._fail(i, message)
-                if message is not None:  # None: a sign of life
-                    answers[i] = message
-                    waiting.discard(ready)
+        begin_s = looked_s = time.monotonic()
+        for rank in self.ranks:
+            rank.heard_s = begin_s
+        while len(answers) < count:
+            for descriptor, _ in self._patience.wait(self._poll, LOOK_MS):
+                i = self._numbers[descriptor]
+                answers[i] = self._read(i)
             now = time.monotonic()
-            for connection in waiting:
-                i = by_connection[connection]
-                if now - ranks[i].heard_s > SILENCE_S:
-                    raise WorkerError(
-                        f"rank {i} has not been heard of for {SILENCE_S:.0f} s and the job was "
-                        "ended; is its process stopped, or its machine overloaded?"
-                    )
-            if waiting and now > deadline:
-                late = sorted(by_connection[connection] for connection in waiting)
+            late = [i for i in range(count) if i not in answers]
+            if late and now - begin_s > limit_s:
                 raise WorkerError(_too_late(late, limit_s, step=timeout_s is None))
-        return [answers[i] for i in range(len(ranks))]
+            if now - looked_s > LOOK_MS / 1e3:
+                looked_s = now
+                self._look_after(late)
+        return [answers[i] for i in range(count)]
+
+    def _look_after(self, late: Sequence[int]) -> None:
+        """Check that ranks that have not answered are alive."""
+        for i in late:
+            rank = self.ranks[i]
+            rank.listen()
+            if time.monotonic() - rank.heard_s > SILENCE_S:
+                raise WorkerError(_silent(i))
 
     def _read(self, i: int) -> Any:
         try:
-            return pickle.loads(self.ranks[i].connection.recv_bytes())
+            message = pickle.loads(self.ranks[i].steps.receive())
         except (EOFError, OSError):
             raise WorkerError(self._cause(i)) from None
+        if isinstance(message, Failure):
+            self._fail(i, message)
+        return message
 
     def _fail(self, i: int, failure: Failure) -> None:
         """Raise what a rank reported, or the death of another rank that made it fail."""
@@ -190,7 +227,7 @@ class RankPool:
     def kill(self) -> None:
         """End every rank now."""
         for rank in self.ranks:
-            rank.connection.close()
+            rank.close()
         if self.ranks:
             self.nursery.kill()
         self.ranks = []
@@ -199,7 +236,7 @@ class RankPool:
         """Ask the ranks to end, then make them."""
         for rank in self.ranks:
             with contextlib.suppress(OSError):
-                rank.connection.send_bytes(pickle.dumps(None))
+                rank.steps.send(pickle.dumps(None))
         with contextlib.suppress(subprocess.TimeoutExpired):
             self.nursery.process.wait(CLOSE_S)
         self.kill()
@@ -209,6 +246,13 @@ class RankPool:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+
+def _silent(i: int) -> str:
+    return (
+        f"rank {i} has not been heard of for {SILENCE_S:.0f} s and the job was ended; is its "
+        "process stopped, or its machine overloaded?"
+    )
 
 
 def _too_late(ranks: Sequence[int], limit_s: float, *, step: bool) -> str:
@@ -231,7 +275,7 @@ def launch(world: int) -> RankPool:
         WorkerError: when they cannot be started or do not call back.
     """
     check_host_memory(world)
-    key = secrets.token_hex(16)
+    key = new_key()
     with tempfile.TemporaryDirectory(prefix="kllm-") as folder:
         address = str(Path(folder) / "ranks")
         if len(os.fsencode(address)) > SOCKET_PATH_BYTES:
@@ -239,14 +283,14 @@ def launch(world: int) -> RankPool:
                 f"the ranks cannot meet at {address}: the system takes socket paths of at most "
                 f"{SOCKET_PATH_BYTES} bytes; set TMPDIR to a shorter folder"
             )
-        with Listener(address, "AF_UNIX", backlog=world, authkey=key.encode()) as listener:
+        with listen(address, backlog=2 * world) as listener:
             nursery = start_ranks(address, range(world), key)
             try:
-                connections = accept(listener, world, nursery)
+                links = accept(listener, world, key, nursery)
             except BaseException:
                 nursery.kill()
                 raise
-    return RankPool([RankLink(connections[i]) for i in range(world)], nursery)
+    return RankPool(links, nursery)
 
 
 def check_host_memory(world: int, rank_bytes: int = 0) -> None:
@@ -289,22 +333,31 @@ def start_ranks(address: str, ranks: range, key: str) -> Nursery:
     return Nursery(process, log)
 
 
-def accept(listener: Listener, world: int, nursery: Nursery) -> dict[int, Connection]:
-    """The connection of each rank.
+def accept(listener: socket.socket, world: int, key: str, nursery: Nursery) -> list[RankLink]:
+    """The connections of each rank.
 
     Raises:
         WorkerError: when a rank does not call in time.
     """
-    found: dict[int, Connection] = {}
+    found: dict[tuple[int, int], socket.socket] = {}
     deadline = time.monotonic() + START_S
-    listener._listener._socket.settimeout(0.5)  # type: ignore[attr-defined]
-    while len(found) < world:
+    listener.settimeout(0.5)
+    while len(found) < 2 * world:
         try:
-            connection = listener.accept()
-            found[connection.recv()] = connection
+            caller, _ = listener.accept()
         except TimeoutError:
             dead = nursery.obituary()
             if dead or time.monotonic() > deadline:
-                missing = sorted(set(range(world)) - set(found))
+                both = [n for n in range(world) if {(n, STEPS), (n, PULSE)} <= found.keys()]
+                missing = sorted(set(range(world)) - set(both))
                 raise WorkerError(f"ranks {missing} did not start: {dead or 'no call'}") from None
-    return found
+            continue
+        who = identify(caller, key)
+        if who is None:
+            caller.close()
+        else:
+            found[who] = caller
+    for rank in range(world):
+        found[rank, STEPS].settimeout(SILENCE_S)  # of sending to a rank that does not read
+        found[rank, PULSE].setblocking(False)
+    return [RankLink(Channel(found[n, STEPS]), found[n, PULSE]) for n in range(world)]

@@ -1,22 +1,21 @@
 """The processes of ranks: `python -m kllm.engine.rank_process ADDRESS FIRST COUNT`.
 
 Each calls the engine's process, builds what it is told to, and runs steps until the connection
-closes. A second thread reads the connection: when the engine's process is gone, the rank ends at
-once, even in the middle of a collective.
+closes. A second thread shows that the process lives, on a connection of its own: when the engine's
+process is gone, the rank ends at once, even in the middle of a collective.
 """
 
+import contextlib
 import gc
 import os
 import pickle
-import queue
+import select
 import signal
+import socket
 import sys
 import threading
-import time
 import traceback
-from collections.abc import Callable
-from multiprocessing.connection import Client, Connection
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -25,6 +24,15 @@ from kllm.config import EngineConfig
 from kllm.core import Request
 from kllm.engine.memory import KVBudget
 from kllm.engine.rank import Rank
+from kllm.engine.rank_channel import (
+    PULSE,
+    STEPS,
+    Address,
+    Channel,
+    Patience,
+    call,
+    parse_address,
+)
 from kllm.engine.rank_groups import joined_groups, try_groups
 from kllm.engine.rank_protocol import (
     AUTHKEY,
@@ -35,11 +43,12 @@ from kllm.engine.rank_protocol import (
     Join,
     Release,
     Runner,
+    Sampled,
     Settle,
     StandIn,
     Step,
 )
-from kllm.engine.step import RankOutcome
+from kllm.engine.step_codec import StepCodec
 from kllm.models.base import Groups
 from kllm.models.load import ResolvedModel, resolve
 from kllm.parallel import distributed
@@ -58,22 +67,35 @@ class RankServer:
         self._groups: Groups | None = None
         self._rank: Rank | None = None
         self._runner: Runner  # who runs steps: the rank, or who stands in for it
+        self._codec = StepCodec()
         self._known: dict[str, Request] = {}
         self._requests: tuple[Request, ...] = ()
 
-    def answer(self, message: Any) -> Any:
-        """What a message asks for."""
+    def reply(self, message: Any) -> Any:
+        """The answer to a message, or what kept the rank from it."""
+        try:
+            return self._answer(message)
+        except Exception as error:  # noqa: BLE001 - whatever it is, the engine must hear of it
+            memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
+            lines = str(error).strip().splitlines()
+            text = lines[0] if lines else repr(error)
+            if env.debug():  # only this process knows where it happened
+                text += "\n" + traceback.format_exc()
+            return Failure(type(error).__name__, text, memory)
+
+    def _answer(self, message: Any) -> Any:
         match message:
             case Join():
                 self._join(message)
                 return True
             case StandIn():
-                self._runner = message.rank
+                self._runner, self._codec = message.rank, StepCodec()
                 return True
             case Build():
                 return self._build()
             case Allocate():
                 assert self._rank is not None
+                self._codec = StepCodec()
                 self._rank.allocate(
                     message.budget, message.stripes, message.cp_kind, fill=message.fill
                 )
@@ -109,17 +131,17 @@ class RankServer:
         )
         return self._rank.budget
 
-    def _step(self, message: Step) -> RankOutcome:
+    def _step(self, message: Step) -> Sampled:
         if message.requests is not None:
             self._requests = tuple(
                 self._known[item] if isinstance(item, str) else item for item in message.requests
             )
             self._known = {request.id: request for request in self._requests}
-        outcome = self._runner.run(message.micro, self._requests)
-        if len(outcome.sampled):
+        outcome = self._runner.run(self._codec.unpack(message.plan), self._requests)
+        if len(outcome.token_ids):
             for request, token in zip(self._requests, outcome.token_ids.tolist(), strict=True):
                 request.output_ids.append(token)
-        return outcome
+        return Sampled(outcome.token_ids.tobytes(), outcome.logprobs, outcome.run_s)
 
     def _release(self) -> None:
         if self._rank is not None:
@@ -132,54 +154,45 @@ class RankServer:
             torch.cuda.empty_cache()  # another process may want this device's memory
 
 
-def serve(connection: Connection, number: int) -> None:
-    """Answer until the other side closes; never returns."""
-    connection.send(number)
-    inbox: queue.Queue[bytes] = queue.Queue()
-    lock = threading.Lock()
+def serve(address: Address, key: str, number: int, processes: int) -> NoReturn:
+    """Call the engine's process and answer until it ends the rank, or ends itself.
 
-    def send(message: Any) -> None:
-        data = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
-        with lock:
-            connection.send_bytes(data)
-
-    threading.Thread(target=_listen, args=(connection, inbox), daemon=True).start()
-    threading.Thread(target=_live, args=(send,), daemon=True).start()
-    server = RankServer(number)
-    while True:
-        message = pickle.loads(inbox.get())
-        if message is None:
-            server.answer(Release())
-            _end(0)
-        try:
-            send(server.answer(message))
-        except Exception as error:  # noqa: BLE001 - whatever it is, the engine must hear of it
-            memory = isinstance(error, torch.OutOfMemoryError | MemoryError)
-            text = str(error).strip().splitlines()
-            message = text[0] if text else repr(error)
-            if env.debug():  # only this process knows where it happened
-                message += "\n" + traceback.format_exc()
-            send(Failure(type(error).__name__, message, memory))
+    Args:
+        processes: of this machine that wait for each other, with the engine's.
+    """
+    pulse = call(address, key, number, PULSE)
+    steps = Channel(call(address, key, number, STEPS))
+    threading.Thread(target=_live, args=(pulse,), daemon=True).start()
+    server, patience, poll = RankServer(number), Patience(processes), select.poll()
+    poll.register(steps.fileno(), select.POLLIN)
+    try:
+        while True:
+            patience.wait(poll)
+            message = pickle.loads(steps.receive())
+            if message is None:
+                break
+            steps.send(pickle.dumps(server.reply(message), pickle.HIGHEST_PROTOCOL))
+    except (EOFError, OSError):
+        _end(1)
+    server.reply(Release())
+    _end(0)
 
 
-def _listen(connection: Connection, inbox: "queue.Queue[bytes]") -> None:
-    while True:
-        try:
-            inbox.put(connection.recv_bytes())
-        except (EOFError, OSError):
-            _end(1)
+def _live(pulse: socket.socket) -> None:
+    """Send signs of life until the engine's process is gone."""
+    pulse.settimeout(ALIVE_S)
+    with contextlib.suppress(OSError):
+        while True:
+            try:
+                if not pulse.recv(1):
+                    break
+            except TimeoutError:
+                with contextlib.suppress(TimeoutError):  # nobody has read them for minutes
+                    pulse.send(b".")
+    _end(1)
 
 
-def _live(send: Callable[[Any], None]) -> None:
-    while True:
-        time.sleep(ALIVE_S)
-        try:
-            send(None)
-        except OSError:
-            _end(1)
-
-
-def _end(code: int) -> None:
+def _end(code: int) -> NoReturn:
     # Not sys.exit: another thread may be inside a collective that never returns.
     sys.stdout.flush()
     os._exit(code)
@@ -192,7 +205,9 @@ def main() -> None:
     thread runs and no device is in use at that time.
     """
     address, first, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    key = os.environ[AUTHKEY].encode()
+    key = os.environ[AUTHKEY]
+    # With torchrun the others of this machine are not this process's children.
+    processes = 1 + int(os.environ.get("LOCAL_WORLD_SIZE", count))
     gc.freeze()  # a collection would copy every page that the ranks share
     engine, numbers = os.getppid(), {}
     for number in range(first, first + count):
@@ -200,7 +215,7 @@ def main() -> None:
             return  # it is gone; the ranks that have called it notice by themselves
         pid = os.fork()
         if pid == 0:
-            serve(Client(parse_address(address), authkey=key), number)
+            serve(parse_address(address), key, number, processes)
         numbers[pid] = number
     while numbers:
         pid, status = os.wait()
@@ -210,14 +225,6 @@ def main() -> None:
             print(f"{OBITUARY}rank {number} was killed by {signal.Signals(-code).name}", flush=True)
         elif code:
             print(f"{OBITUARY}rank {number} ended with exit code {code}", flush=True)
-
-
-def parse_address(text: str) -> str | tuple[str, int]:
-    """A path of a local socket, or HOST:PORT."""
-    if text.startswith("/"):
-        return text
-    host, _, port = text.rpartition(":")
-    return host, int(port)
 
 
 if __name__ == "__main__":

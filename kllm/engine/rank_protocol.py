@@ -1,15 +1,14 @@
 """What the engine's process and those of the ranks say to each other. Pickled, over a socket.
 
-A rank answers each message with one value. In between it sends None as a sign of life; None from
-the engine ends it.
+A rank answers each message with one value; None ends it.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from kllm.config import EngineConfig
-from kllm.core import Request
+from kllm.core import Request, TokenLogprobs
 from kllm.engine.memory import KVBudget
 from kllm.engine.step import MicroStep, RankOutcome
 from kllm.parallel.stripes import Stripes
@@ -61,13 +60,20 @@ class Settle:
     """Finish what the device has to do; the answer is the rank's `DeviceMemory`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """Run a step; the answer is a `RankOutcome`."""
+class Step(NamedTuple):
+    """Run a step; the answer is what was `Sampled`. (Pickle reads tuples fastest.)"""
 
-    micro: tuple[MicroStep, ...]
+    plan: bytes  # of the rank's group, by `StepCodec`
     # Those sampled here, known ones by id; None: the same as before.
-    requests: tuple[Request | str, ...] | None = ()
+    requests: tuple[Request | str, ...] | None
+
+
+class Sampled(NamedTuple):
+    """A rank's part of a step's outcome."""
+
+    token_ids: bytes  # [S] int64, in the order of the requests sampled here
+    logprobs: list[TokenLogprobs | None] | None
+    run_s: float  # as `RankOutcome`
 
 
 @dataclass(frozen=True, slots=True)

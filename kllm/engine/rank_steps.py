@@ -1,23 +1,38 @@
 """Steps of a layout's ranks, from the engine's side: who is told what, and whose tokens count."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+
+import numpy as np
 
 from kllm.config import ParallelConfig
 from kllm.core import Outcome, Plan, Request
 from kllm.engine.executor import Sharing, merge
 from kllm.engine.rank_pool import RankPool
-from kllm.engine.rank_protocol import Step
+from kllm.engine.rank_protocol import Sampled, Step
 from kllm.engine.step import RankOutcome, sampled_on, steps_of
+from kllm.engine.step_codec import StepCodec
 from kllm.parallel.layout import Place, place, rank_of
 
 
-@dataclass(slots=True)
 class _Mirror:
     """What a sampling rank knows of the requests it samples."""
 
-    outputs: dict[str, int] = field(default_factory=dict)  # id: output tokens it has seen
-    last: tuple[Request, ...] = ()
+    def __init__(self) -> None:
+        self._requests: tuple[Request, ...] = ()  # of the last step
+        self._lengths: list[int] = []  # output tokens of each
+
+    def news(self, requests: tuple[Request, ...]) -> tuple[Request | str, ...] | None:
+        """What it must be told of the requests of a step (`Step.requests`)."""
+        lengths = [len(request.output_ids) for request in requests]
+        news: tuple[Request | str, ...] | None = None
+        if requests != self._requests or lengths != self._lengths:
+            ids = (request.id for request in self._requests)
+            known = dict(zip(ids, self._lengths, strict=True))
+            pairs = zip(requests, lengths, strict=True)
+            news = tuple(r.id if known.get(r.id) == length else r for r, length in pairs)
+        # The rank adds the token that it samples, and forgets who is not in this step.
+        self._requests, self._lengths = requests, [length + 1 for length in lengths]
+        return news
 
 
 class RankSteps:
@@ -34,50 +49,44 @@ class RankSteps:
             for dp in range(layout.dp)
             for cp in range(layout.cp)
         }
+        self._codecs = [StepCodec() for _ in range(layout.dp)]
         self._mirrors = {at: _Mirror() for at in self._samplers}
         self.run_s = 0.0
 
     def execute(self, plans: Sequence[Plan | None]) -> list[Outcome | None]:
         """Run one step of every group."""
-        steps = steps_of(plans, self._layout, self._stripes)
-        sampled = [_sampled(plan) for plan in plans]
-        messages: dict[tuple[int, int], Step] = {}
-        for dp, cp in self._samplers:
-            mine = tuple(sampled[dp][i] for i in sampled_on(steps[dp], cp, self._stripes))
-            messages[dp, cp] = Step(steps[dp], self._news((dp, cp), mine))
-        silent = [Step(micro, ()) for micro in steps]
-        samplers = set(self._samplers.values())
-        answers: list[RankOutcome] = self._pool.call(
-            [
-                messages[at.dp, at.cp] if rank in samplers else silent[at.dp]
-                for rank, at in enumerate(self._places)
-            ]
-        )
+        stripes, layout = self._stripes, self._layout
+        steps = steps_of(plans, layout, stripes)
+        plain = [Step(codec.pack(m), None) for codec, m in zip(self._codecs, steps, strict=True)]
+        messages = [plain[at.dp] for at in self._places]
+        asked = [_sampled(plan) for plan in plans]
+        indices: dict[tuple[int, int], list[int]] = {}  # of `asked`, by who samples
+        for (dp, cp), rank in self._samplers.items():
+            indices[dp, cp] = here = sampled_on(steps[dp], cp, stripes)
+            news = self._mirrors[dp, cp].news(tuple(asked[dp][i] for i in here))
+            if news is not None:
+                messages[rank] = Step(plain[dp].plan, news)
+        answers: list[Sampled] = self._pool.call(messages)
         self.run_s = max(answer.run_s for answer in answers)
         outcomes: list[Outcome | None] = []
         for dp, plan in enumerate(plans):
-            parts = [answers[self._samplers[dp, cp]] for cp in range(self._layout.cp)]
-            outcomes.append(None if plan is None else merge(parts, len(sampled[dp])))
+            parts = [
+                _outcome(answers[self._samplers[dp, cp]], indices[dp, cp])
+                for cp in range(layout.cp)
+            ]
+            outcomes.append(None if plan is None else merge(parts, len(asked[dp])))
         return outcomes
-
-    def _news(
-        self, at: tuple[int, int], requests: tuple[Request, ...]
-    ) -> tuple[Request | str, ...] | None:
-        """What a sampling rank must be told of the requests of a step."""
-        mirror = self._mirrors[at]
-        seen = mirror.outputs
-        news = tuple(
-            request.id if seen.get(request.id) == len(request.output_ids) else request
-            for request in requests
-        )
-        # The rank adds the token that it samples, and forgets who is not in this step.
-        mirror.outputs = {request.id: len(request.output_ids) + 1 for request in requests}
-        same = requests == mirror.last and all(isinstance(item, str) for item in news)
-        mirror.last = requests
-        return None if same else news
 
 
 def _sampled(plan: Plan | None) -> tuple[Request, ...]:
     if plan is None:
         return ()
+    if plan.samples.all():
+        return plan.requests
     return tuple(r for r, yes in zip(plan.requests, plan.samples.tolist(), strict=True) if yes)
+
+
+def _outcome(answer: Sampled, indices: list[int]) -> RankOutcome:
+    token_ids = np.frombuffer(answer.token_ids, np.int64)
+    assert len(token_ids) == len(indices)
+    return RankOutcome(np.array(indices, np.int64), token_ids, answer.logprobs)

@@ -6,7 +6,7 @@ rank of a pipeline stage runs, so that ranks agree on shapes without asking each
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,13 +56,12 @@ def steps_of(
     steps: list[list[MicroStep]] = [[] for _ in plans]
     for row in micro:
         peers = tuple(tokens for plan in row for tokens in rank_tokens(plan, layout, stripes))
-        decode_only = all(plan is None or _only_decodes(plan) for plan in row)
+        decode_only = not prompts or all(plan is None or _only_decodes(plan) for plan in row)
         width = max((plan.block_tables.shape[1] for plan in row if plan is not None), default=1)
         for group, (whole, part) in enumerate(zip(plans, row, strict=True)):
             sampled = np.zeros(0, np.int64)
             if whole is not None and part is not None:
                 sampled = _sampled_indices(whole, part)
-                part = replace(part, requests=())
             steps[group].append(MicroStep(part, sampled, peers, decode_only, width))
     return [tuple(group) for group in steps]
 
@@ -107,7 +106,9 @@ def _last_token_ranks(plan: Plan, stripes: Stripes) -> NDArray[np.int64]:
 
 def _sampled_indices(whole: Plan, part: Plan) -> NDArray[np.int64]:
     """[B of part] the index of each request among those that `whole` samples; -1: not sampled."""
-    order = np.where(whole.samples, np.cumsum(whole.samples) - 1, -1)
+    order = np.arange(len(whole.samples))
+    if not whole.samples.all():
+        order = np.where(whole.samples, np.cumsum(whole.samples) - 1, -1)
     if part is whole:  # every step of a single stage: no loop over requests
         return order
     found = dict(zip(map(id, whole.requests), order.tolist(), strict=True))

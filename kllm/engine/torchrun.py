@@ -6,15 +6,14 @@ inside a collective. All others become ranks and do nothing else.
 """
 
 import os
-import secrets
 from functools import cache
-from multiprocessing.connection import Client, Listener
 from typing import Any
 
 import torch.distributed as dist
 
-from kllm.engine.rank_pool import RankLink, RankPool, accept, start_ranks
-from kllm.engine.rank_process import parse_address, serve
+from kllm.engine.rank_channel import listen, new_key, parse_address
+from kllm.engine.rank_pool import RankPool, accept, start_ranks
+from kllm.engine.rank_process import serve
 from kllm.errors import WorkerError
 
 CALL = "kllm/call"  # store key: where the first process listens, and the word that lets ranks in
@@ -44,7 +43,8 @@ def become_rank() -> None:
     if call == NOBODY:
         raise SystemExit(0)
     address, key = call.split(" ")
-    serve(Client(parse_address(address), authkey=key.encode()), int(os.environ["RANK"]))
+    processes = 1 + int(os.environ["LOCAL_WORLD_SIZE"])
+    serve(parse_address(address), key, int(os.environ["RANK"]), processes)
 
 
 @cache
@@ -55,17 +55,17 @@ def pool() -> RankPool:
         WorkerError: when one of them does not come.
     """
     world, host = int(os.environ["WORLD_SIZE"]), os.environ["MASTER_ADDR"]
-    key = secrets.token_hex(16)
-    with Listener((host, 0), "AF_INET", backlog=world, authkey=key.encode()) as listener:
-        address = f"{host}:{listener.address[1]}"
+    key = new_key()
+    with listen((host, 0), backlog=2 * world) as listener:
+        address = f"{host}:{listener.getsockname()[1]}"
         nursery = start_ranks(address, range(1), key)
         _store().set(CALL, f"{address} {key}")
         try:
-            connections = accept(listener, world, nursery)
+            links = accept(listener, world, key, nursery)
         except BaseException:
             nursery.kill()
             raise
-    return RankPool([RankLink(connections[i]) for i in range(world)], nursery, host)
+    return RankPool(links, nursery, host, int(os.environ["LOCAL_WORLD_SIZE"]))
 
 
 def finish() -> None:

@@ -1,14 +1,16 @@
 """A rank that dies, stops or is slow: the job goes on correctly, or ends with a sentence."""
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -18,7 +20,7 @@ from kllm.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConf
 from kllm.core import SamplingParams
 from kllm.engine.engine import Engine
 from kllm.engine.rank_pool import RankPool, launch
-from kllm.engine.rank_protocol import Settle
+from kllm.engine.rank_protocol import Release, Settle
 from kllm.errors import ConfigError, DataError, WorkerError
 from tests.engine.layout_cases import answers, checkpoint
 
@@ -102,10 +104,11 @@ def test_a_stopped_rank_ends_the_job(
 def test_a_hung_step_ends_the_job(
     model: Path, pool: RankPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kllm.env.step_timeout_s", lambda: 0.0)
+    monkeypatch.setattr("kllm.env.step_timeout_s", lambda: 1.0)
     running = engine(model, pool)
     running.add([5] * 20, SamplingParams(max_tokens=4))
-    with pytest.raises(WorkerError, match="did not finish a step within 0 s"):
+    processes(pool)[1].suspend()
+    with pytest.raises(WorkerError, match="did not finish a step within 1 s"):
         running.step()
 
 
@@ -113,8 +116,9 @@ def test_ranks_that_are_not_set_up_in_time_end_the_job(
     model: Path, pool: RankPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sentence does not send anybody to the time limit of steps."""
-    monkeypatch.setattr("kllm.engine.multi_rank.BUILD_TIMEOUT_S", 0.0)
-    with pytest.raises(WorkerError, match="were not set up within 0 s") as caught:
+    monkeypatch.setattr("kllm.engine.multi_rank.JOIN_TIMEOUT_S", 1.0)
+    processes(pool)[1].suspend()
+    with pytest.raises(WorkerError, match="were not set up within 1 s") as caught:
         engine(model, pool)
     assert "KLLM_STEP_TIMEOUT_S" not in str(caught.value)
 
@@ -127,16 +131,51 @@ def test_debug_mode_tells_where_a_rank_failed(monkeypatch: pytest.MonkeyPatch) -
     assert "rank_process.py" in str(caught.value)
 
 
-def test_ranks_end_with_the_engines_process(model: Path) -> None:
+class Sleep:
+    """A message during which a rank does nothing else, as in a collective; the answer is True."""
+
+    def __init__(self, seconds: float) -> None:
+        self.code = f"__import__('time').sleep({seconds}) or released()"
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return eval, (self.code, {"released": Release})
+
+
+def test_a_rank_that_works_for_long_is_not_silent(
+    pool: RankPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kllm.engine.rank_pool.SILENCE_S", 2.5)
+    assert pool.call([Sleep(4.0), Release()]) == [True, True]
+
+
+def test_a_rank_that_does_not_read_ends_the_job(
+    pool: RankPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A message larger than the socket takes: nobody waits for the stopped rank to read it."""
+    for link in pool.ranks:
+        link.steps._socket.settimeout(0.5)
+    processes(pool)[1].suspend()
+    with pytest.raises(WorkerError, match="rank 1 has not been heard of"):
+        pool.call([Release(), bytes(1 << 24)])
+    assert not pool.alive
+
+
+@pytest.mark.parametrize("busy", [False, True])
+def test_ranks_end_with_the_engines_process(model: Path, busy: bool) -> None:
     script = (
         "import sys, time; from kllm.engine.rank_pool import launch; pool = launch(2);"
-        "print(pool.nursery.process.pid, flush=True); time.sleep(60)"
+        "print(pool.nursery.process.pid, flush=True);"
     )
+    if busy:
+        work = pickle.dumps(Sleep(60.0))
+        script += f"[link.steps.send({work!r}) for link in pool.ranks];"
+    script += "print(flush=True); time.sleep(60)"
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as parent:
         assert parent.stdout is not None
         nursery = psutil.Process(int(parent.stdout.readline()))
         ranks = nursery.children()
         assert len(ranks) == 2
+        parent.stdout.readline()
         parent.kill()
     assert psutil.wait_procs([nursery, *ranks], timeout=10)[1] == []
 

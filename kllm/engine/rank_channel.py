@@ -1,0 +1,163 @@
+"""What the engine's process and a rank talk through: two sockets.
+
+On the line of `STEPS` goes one message at a time, to the rank and back. On the line of `PULSE` the
+rank sends a sign of life every second, and sees when the engine's process is gone: neither has to
+look there while a step runs.
+"""
+
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+from pathlib import Path
+
+STEPS, PULSE = range(2)
+BUSY_S = 0.01  # at most for which a process waits busily; being woken takes some 50 us
+LOOK_S = 1.0  # between two looks at the machine's load
+CHUNK = 1 << 16  # bytes; most messages come in one piece
+
+Address = str | tuple[str, int]  # a path of a local socket, or host and port
+
+_LENGTH = struct.Struct("!Q")
+_HELLO = struct.Struct("!32sIB")  # the key, the rank's number, the line
+
+
+class Channel:
+    """One message at a time over a socket, whose timeout holds for each of them."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        if connected.family != socket.AF_UNIX:
+            # The rest of a message would wait for the acknowledgement of its beginning.
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = connected
+
+    def fileno(self) -> int:
+        """The socket's descriptor, for polling."""
+        return self._socket.fileno()
+
+    def send(self, data: bytes) -> None:
+        """Send a message.
+
+        Raises:
+            TimeoutError: when the other side does not read.
+            OSError: when it is gone.
+        """
+        self._socket.sendall(_LENGTH.pack(len(data)) + data)
+
+    def receive(self) -> memoryview:
+        """Wait for a message. The other side sends no second one before it has an answer.
+
+        Raises:
+            EOFError, OSError: when the other side is gone.
+        """
+        data, end = bytearray(), 0
+        while not end or len(data) < end:
+            part = self._socket.recv(max(CHUNK, end - len(data)))
+            if not part:
+                raise EOFError("the other side closed the connection")
+            data += part
+            if not end and len(data) >= _LENGTH.size:
+                end = _LENGTH.size + _LENGTH.unpack_from(data)[0]
+        return memoryview(data)[_LENGTH.size :]
+
+    def close(self) -> None:
+        """Close the socket."""
+        self._socket.close()
+
+
+class Patience:
+    """How a process waits for others: busily where the answer is near, then asleep.
+
+    It waits busily, for `BUSY_S` at most, if the last wait was as short as that and the machine has
+    a core to spare.
+
+    Args:
+        processes: of this machine that may wait busily at the same time.
+    """
+
+    def __init__(self, processes: int) -> None:
+        self._processes = processes
+        self._near = True
+        self._spare, self._looked_s = False, float("-inf")
+
+    def wait(self, poll: select.poll, asleep_ms: int | None = None) -> list[tuple[int, int]]:
+        """What `poll` finds, after `asleep_ms` at most (None: however long it takes)."""
+        begin = time.monotonic()
+        found = poll.poll(0)
+        if not found and self._near and self._has_spare_core(begin):
+            while not found and time.monotonic() - begin < BUSY_S:
+                found = poll.poll(0)
+        if not found:
+            found = poll.poll(asleep_ms)
+        self._near = time.monotonic() - begin < BUSY_S
+        return found
+
+    def _has_spare_core(self, now: float) -> bool:
+        if now - self._looked_s > LOOK_S:
+            self._looked_s = now
+            self._spare = usable_cores() > max(self._processes, os.getloadavg()[0])
+        return self._spare
+
+
+def usable_cores() -> float:
+    """Cores that this process may use, as far as its container lets it."""
+    allowed = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+    except (OSError, ValueError):
+        quota, period = "max", ""
+    return min(allowed or 1, float("inf") if quota == "max" else int(quota) / int(period))
+
+
+def new_key() -> str:
+    """What ranks prove themselves with."""
+    return secrets.token_hex(16)
+
+
+def listen(address: Address, backlog: int) -> socket.socket:
+    """A socket that ranks can call.
+
+    Raises:
+        OSError: when there can be none at this address.
+    """
+    found = socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET)
+    found.bind(address)
+    found.listen(backlog)
+    return found
+
+
+def call(address: Address, key: str, number: int, line: int) -> socket.socket:
+    """A rank's connection to the engine's process.
+
+    Raises:
+        OSError: when nobody listens there.
+    """
+    found = socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET)
+    found.connect(address)
+    found.sendall(_HELLO.pack(key.encode(), number, line))
+    return found
+
+
+def identify(caller: socket.socket, key: str) -> tuple[int, int] | None:
+    """The number and the line of a rank that calls; None when it is not one of ours."""
+    data = b""
+    caller.settimeout(LOOK_S)
+    try:
+        while len(data) < _HELLO.size and (part := caller.recv(_HELLO.size - len(data))):
+            data += part
+    except OSError:
+        return None
+    if len(data) < _HELLO.size:
+        return None
+    shown, number, line = _HELLO.unpack(data)
+    return (number, line) if secrets.compare_digest(shown, key.encode()) else None
+
+
+def parse_address(text: str) -> Address:
+    """A path of a local socket, or HOST:PORT."""
+    if text.startswith("/"):
+        return text
+    host, _, port = text.rpartition(":")
+    return host, int(port)

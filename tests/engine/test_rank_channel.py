@@ -1,0 +1,148 @@
+"""The sockets between the engine's process and a rank, and how either waits."""
+
+import select
+import socket
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kllm.engine import rank_channel
+from kllm.engine.rank_channel import (
+    BUSY_S,
+    PULSE,
+    STEPS,
+    Channel,
+    Patience,
+    call,
+    identify,
+    new_key,
+)
+
+
+@pytest.fixture
+def ends() -> Iterator[tuple[socket.socket, socket.socket]]:
+    one, other = socket.socketpair()
+    with one, other:
+        yield one, other
+
+
+@pytest.mark.parametrize("size", [0, 1, 1 << 16, (1 << 16) + 1, 5_000_000])
+def test_messages_of_any_size_arrive_whole(
+    ends: tuple[socket.socket, socket.socket], size: int
+) -> None:
+    ours, theirs = map(Channel, ends)
+    data = bytes(range(256)) * (size // 256) + b"x" * (size % 256)
+
+    def echo() -> None:
+        for _ in range(2):
+            theirs.send(bytes(theirs.receive()))
+
+    thread = threading.Thread(target=echo)
+    thread.start()
+    for _ in range(2):
+        ours.send(data)
+        assert ours.receive() == data
+    thread.join()
+
+
+def test_a_length_that_comes_in_pieces_is_put_together(
+    ends: tuple[socket.socket, socket.socket],
+) -> None:
+    raw, theirs = ends[0], Channel(ends[1])
+    thread = threading.Thread(target=lambda: raw.sendall((3).to_bytes(8, "big")[4:] + b"abc"))
+    raw.sendall((3).to_bytes(8, "big")[:4])
+    thread.start()
+    assert theirs.receive() == b"abc"
+    thread.join()
+
+
+def test_the_end_of_the_other_side_is_an_error(ends: tuple[socket.socket, socket.socket]) -> None:
+    ends[0].sendall(b"\0\0")
+    ends[0].close()
+    with pytest.raises(EOFError):
+        Channel(ends[1]).receive()
+
+
+def test_sending_to_nobody_who_reads_ends(ends: tuple[socket.socket, socket.socket]) -> None:
+    ends[0].settimeout(0.05)
+    with pytest.raises(TimeoutError):
+        Channel(ends[0]).send(bytes(1 << 24))
+
+
+def test_only_those_who_know_the_key_are_let_in() -> None:
+    key = new_key()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer(shown: str, line: int) -> Any:
+            with call(listener.getsockname()[:2], shown, 7, line):
+                caller, _ = listener.accept()
+                with caller:
+                    return identify(caller, key)
+
+        assert answer(key, STEPS) == (7, STEPS)
+        assert answer(key, PULSE) == (7, PULSE)
+        assert answer(new_key(), STEPS) is None
+        with socket.create_connection(listener.getsockname()[:2]) as stranger:
+            caller, _ = listener.accept()
+            stranger.sendall(b"GET / HTTP/1.1\r\n")
+            stranger.shutdown(socket.SHUT_WR)
+            with caller:
+                assert identify(caller, key) is None
+
+
+class Poll:
+    """An answer that comes after some time, which passes while it is waited for."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.ready_s = 100.0, 0.0
+        self.asleep = 0
+        monkeypatch.setattr(rank_channel.time, "monotonic", lambda: self.now)
+
+    def poll(self, milliseconds: int | None) -> list[tuple[int, int]]:
+        if milliseconds == 0:
+            self.now += 1e-5
+        else:
+            self.asleep += 1
+            self.now = max(self.now, self.ready_s)
+        return [(3, select.POLLIN)] if self.now >= self.ready_s else []
+
+    def wait(self, patience: Patience, seconds: float) -> bool:
+        """Whether the process slept until an answer after so many seconds."""
+        self.ready_s, self.asleep = self.now + seconds, 0
+        assert patience.wait(self, None) == [(3, select.POLLIN)]  # type: ignore[arg-type]
+        return self.asleep > 0
+
+
+def machine(monkeypatch: pytest.MonkeyPatch, cores: float, load: float = 0.0) -> None:
+    monkeypatch.setattr(rank_channel, "usable_cores", lambda: cores)
+    monkeypatch.setattr(rank_channel.os, "getloadavg", lambda: (load, load, load))
+
+
+def test_a_near_answer_is_waited_for_busily(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, cores=4)
+    poll, patience = Poll(monkeypatch), Patience(3)
+    assert not poll.wait(patience, BUSY_S / 2)
+    assert poll.wait(patience, 10 * BUSY_S), "no longer than that"
+    assert poll.wait(patience, BUSY_S / 2), "the last one was not near"
+    assert not poll.wait(patience, BUSY_S / 2)
+
+
+@pytest.mark.parametrize(("cores", "load"), [(3, 0.0), (2.5, 0.0), (4, 4.0)])
+def test_nobody_waits_busily_where_all_cores_are_taken(
+    monkeypatch: pytest.MonkeyPatch, cores: float, load: float
+) -> None:
+    machine(monkeypatch, cores, load)
+    poll, patience = Poll(monkeypatch), Patience(3)
+    assert all(poll.wait(patience, BUSY_S / 2) for _ in range(3))
+
+
+def test_the_load_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, cores=4, load=9.0)
+    poll, patience = Poll(monkeypatch), Patience(3)
+    assert poll.wait(patience, BUSY_S / 2)
+    machine(monkeypatch, cores=4)
+    assert poll.wait(patience, BUSY_S / 2)
+    poll.now += 2 * rank_channel.LOOK_S
+    assert not poll.wait(patience, BUSY_S / 2)
