@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from math import prod
 
 from kllm.bench.prompt_time import Place, places
-from kllm.bench.ring_findings import Sweep
+from kllm.bench.ring_predictions import Sweep
 from kllm.bench.shared_prompt import KINDS
 from kllm.parallel.overlap import predict_prompt
 

@@ -18,12 +18,13 @@ from itertools import product
 from typing import Any
 
 from kllm.bench import ring_findings as findings
+from kllm.bench import ring_predictions as predicted
 from kllm.bench.base import Context
 from kllm.bench.prompt_time import Cost, critical_path
 from kllm.bench.record import Record
 from kllm.bench.ring_arms import GIB, Arm, arms_of
 from kllm.bench.ring_estimate import layout_seconds
-from kllm.bench.ring_findings import Sweep
+from kllm.bench.ring_predictions import Sweep
 from kllm.bench.ring_setup import MODEL, attention_folder, cut, with_ranks
 from kllm.bench.shared_prompt import KINDS, SharedPrompt
 from kllm.bench.timing import Failed, attempt
@@ -294,17 +295,19 @@ def _report(
             row = {"attention": sweep.attention_names}
             record.row("sweep", at | row | _throughput(costs, arms, isl), UNITS)
             if any(cost.transfer_s for found in costs.values() for cost in found):
-                hidden = all(row["hidden"] for row in findings.overlap(sweep, isl, link))
+                hidden = all(row["hidden"] for row in predicted.overlap(sweep, isl, link))
                 record.row("exposure", at | _exposure(costs) | {"predicted_hidden": hidden}, UNITS)
             if all(costs[kind] for kind in SHARDED):
                 seconds = {kind: _median(costs[kind], "seconds") for kind in SHARDED}
-                row = findings.prediction(sweep, isl, link, seconds)
-                record.row("predictions", at | row, findings.UNITS)
+                row = predicted.prediction(sweep, isl, link, seconds)
+                record.row("predictions", at | row, predicted.UNITS)
     for link in links:
-        for row in findings.overlap(sweep, max(isls), link):
-            record.row("overlap", about | row, findings.UNITS)
+        for row in predicted.overlap(sweep, max(isls), link):
+            record.row("overlap", about | row, predicted.UNITS)
+    first = next(iter(links))
+    record.notes.append(predicted.pass_kv_or_q(sweep, max(isls), first))
     if record.ok_rows("sweep"):
-        record.notes.append(findings.predicted_crossings(sweep, max(isls), next(iter(links))))
+        record.notes.append(predicted.predicted_crossings(sweep, max(isls), first))
 
 
 def _costs(arms: Mapping[str, Arm], link: str, isl: int, chunk: int) -> dict[str, list[Cost]]:

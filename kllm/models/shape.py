@@ -143,6 +143,7 @@ def _llama(c: LlamaConfig, entries: Entries, common: dict[str, Any]) -> ModelSha
         name="keys and values",
         entry_bytes=entries["kv"],
         pair_flops=4.0 * c.num_attention_heads * c.head_dim,
+        query_width=c.num_attention_heads * c.head_dim,
         row_bytes=_state_bytes(c.num_attention_heads, c.head_dim),
         split_entries=True,
     )
@@ -197,12 +198,14 @@ def _latent_attention(c: GlmMoeDsaConfig, entries: Entries) -> tuple[AttentionSh
         name="latents",
         entry_bytes=entries[LATENT],
         pair_flops=absorbed,
+        query_width=heads * c.entry_width,
         row_bytes=_state_bytes(heads, latent),
     )
     form = Phase(
         name="latents, expanded",
         entry_bytes=entries[LATENT],
         pair_flops=expanded,
+        query_width=heads * c.qk_head_dim,
         entry_flops=expanding,
         row_bytes=_state_bytes(heads, c.v_head_dim),
     )
@@ -214,6 +217,7 @@ def _latent_attention(c: GlmMoeDsaConfig, entries: Entries) -> tuple[AttentionSh
         name="index keys",
         entry_bytes=entries[INDEX_KEY],
         pair_flops=2.0 * c.indexer.heads * c.indexer.head_dim,
+        query_width=c.indexer.heads * c.indexer.head_dim,
         row_bytes=PICK_BYTES * c.indexer.topk,
         split_work=False,
     )
@@ -222,6 +226,7 @@ def _latent_attention(c: GlmMoeDsaConfig, entries: Entries) -> tuple[AttentionSh
         entry_bytes=entries[LATENT],
         pick_flops=absorbed,
         picks=c.indexer.topk,
+        query_width=heads * c.entry_width,
         row_bytes=_state_bytes(heads, latent),
     )
     found = (
@@ -244,6 +249,7 @@ def _deepseek_v4(c: DeepseekV4Config, entries: Entries, common: dict[str, Any]) 
         entry_bytes=entries[c.index_compression.state],
         tokens_per_entry=c.csa_ratio,
         pair_flops=2.0 * c.index_n_heads * c.index_head_dim,
+        query_width=c.index_n_heads * c.index_head_dim,
         row_bytes=PICK_BYTES * c.index_topk,
         split_work=False,
     )
@@ -253,6 +259,7 @@ def _deepseek_v4(c: DeepseekV4Config, entries: Entries, common: dict[str, Any]) 
         tokens_per_entry=c.csa_ratio,
         pick_flops=attend,
         picks=c.index_topk,
+        query_width=c.num_attention_heads * c.head_dim,
         row_bytes=state,
     )
     every = Phase(
@@ -260,6 +267,7 @@ def _deepseek_v4(c: DeepseekV4Config, entries: Entries, common: dict[str, Any]) 
         entry_bytes=entries["hca"],
         tokens_per_entry=c.hca_ratio,
         pair_flops=attend,
+        query_width=c.num_attention_heads * c.head_dim,
         row_bytes=state,
     )
     found = (

@@ -10,7 +10,8 @@ With H query heads, G KV heads, head size D, e bytes an element, C operations an
 
     compute of a step   4 (T/N) ((T+P)/N) H D / C      half of it under a causal mask without P
     pass-KV sends       2 ((T+P)/N) G D e              hidden when T/N >= C G e / (2 H B)
-    pass-Q sends        (T/N) H D e                    hidden when (T+P)/N >= C e / (4 B)
+    pass-Q sends        (T/N) H D e                    hidden when (T+P)/N >= C e / (4 B);
+                                                       fewer bytes when T / (T+P) < 2 G / H
     all-gather sends    (N-1)/N of 2 (T+P) G D e       in one call, never hidden
     replicated sends    (N-1)/N of 2 T G D e           likewise, for N times the memory
 
@@ -55,6 +56,7 @@ class Phase:
     pair_flops: float = 0.0
     pick_flops: float = 0.0
     picks: int = 0
+    query_width: int  # elements of a row's queries of all heads, which pass-Q would send
     entry_flops: float = 0.0
     row_bytes: float = 0.0
     split_entries: bool = False  # whether TP cuts the entries by heads
@@ -135,32 +137,18 @@ class Times:
         return RING if self.ring <= self.all_gather else ALL_GATHER
 
 
-def pass_kv_rows(
-    *,
-    heads: int,
-    kv_heads: int,
-    flops: float,
-    bytes_per_s: float,
-    element_bytes: float = 2.0,
-    visible: float = 1.0,
-) -> float:
-    """New tokens a rank (T/N) from which pass-KV is hidden: C G e / (2 H B visible)."""
-    return flops * kv_heads * element_bytes / (2 * heads * bytes_per_s * visible)
+def pass_q_share(phase: Phase, setting: Setting) -> float:
+    """Share of new tokens, T / (T+P), below which pass-Q sends fewer bytes than pass-KV.
 
-
-def pass_q_tokens(
-    *, flops: float, bytes_per_s: float, element_bytes: float = 2.0, visible: float = 1.0
-) -> float:
-    """Tokens of a block ((T+P)/N) from which pass-Q is hidden: C e / (4 B visible).
-
-    Partial outputs still have to travel back to the ranks that own the rows.
+    What a token's entries take over what its queries take: 2 G / H for grouped heads. Not counted
+    are partial outputs, which have to travel back to the ranks that own the rows. At 1, every step
+    of a prompt would send less.
     """
-    return flops * element_bytes / (4 * bytes_per_s * visible)
-
-
-def pass_kv_sends_less(chunk: Chunk, *, heads: int, kv_heads: int) -> bool:
-    """Whether pass-KV sends fewer bytes than pass-Q: T / (T+P) > 2 G / H."""
-    return chunk.new / (chunk.new + chunk.cached) > 2 * kv_heads / heads
+    element = (
+        4 if setting.kv_dtype == "float32" else 2
+    )  # packed entries are 16 bits to compute with
+    query = phase.query_width * element / (setting.tp if phase.split_work else 1)
+    return min(1.0, _entry_bytes(phase, setting) / phase.tokens_per_entry / query)
 
 
 def hiding_rows(

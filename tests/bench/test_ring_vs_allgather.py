@@ -13,7 +13,8 @@ from kllm.bench.base import Context
 from kllm.bench.prompt_time import Place
 from kllm.bench.record import Record, Subject
 from kllm.bench.ring_arms import Arm, arms_of
-from kllm.bench.ring_findings import CLAIM, CLAIM_ISL, conclude, crossing_points, tokens
+from kllm.bench.ring_findings import CLAIM, CLAIM_ISL, conclude, crossing_points
+from kllm.bench.ring_predictions import tokens
 from kllm.bench.ring_setup import attention_folder, choose
 from kllm.bench.ring_vs_allgather import RingVsAllGatherBench
 from kllm.bench.run import run_bench
@@ -112,6 +113,9 @@ def test_a_slice_tells_links_apart_and_what_they_expose(tmp_path: Path) -> None:
     }
     assert result.boundary is not None
     assert "llama-3-8b, cp 2, chunk 256, ISL 1K:" in result.boundary
+    [told] = [n for n in result.notes if n.startswith("llama-3-8b, cp 2, ISL 1K, nvlink4 link")]
+    # The tiny llama has as many KV heads as half of its query heads.
+    assert "below 100 % (keys and values) of the prompt so far, the last step's being 25 %" in told
 
 
 def test_lengths_that_do_not_fit_are_marked_and_the_ring_goes_on(

@@ -17,9 +17,7 @@ from kllm.parallel.overlap import (
     crossings,
     hiding_bandwidth,
     hiding_rows,
-    pass_kv_rows,
-    pass_kv_sends_less,
-    pass_q_tokens,
+    pass_q_share,
     predict,
     predict_prompt,
 )
@@ -37,11 +35,21 @@ GQA = Phase(
     name="kv",
     entry_bytes=stored(2 * G * D * 2),
     pair_flops=4.0 * H * D,
+    query_width=H * D,
     split_entries=True,
 )
-LATENT = Phase(name="latents", entry_bytes=stored(576 * 2), pair_flops=2.0 * H * (576 + 512))
+LATENT = Phase(
+    name="latents",
+    entry_bytes=stored(576 * 2),
+    pair_flops=2.0 * H * (576 + 512),
+    query_width=H * 576,
+)
 PICKED = Phase(
-    name="selected", entry_bytes=stored(576 * 2), pick_flops=2.0 * H * (576 + 512), picks=2048
+    name="selected",
+    entry_bytes=stored(576 * 2),
+    pick_flops=2.0 * H * (576 + 512),
+    picks=2048,
+    query_width=H * 576,
 )
 
 
@@ -56,29 +64,26 @@ def setting(link: Link = NVLINK, ranks: int = 8) -> Setting:
 def test_worked_thresholds_of_grouped_query_attention(
     link: Link, visible: float, rows: int
 ) -> None:
-    exact = pass_kv_rows(
-        heads=H, kv_heads=G, flops=FLOPS, bytes_per_s=link.bytes_per_s, visible=visible
-    )
+    exact = FLOPS * G * 2 / (2 * H * link.bytes_per_s * visible)  # C G e / (2 H B)
     assert math.ceil(exact) == rows
-    general = hiding_rows(GQA, block_tokens=1e5, setting=setting(link), visible=visible)
-    assert general == pytest.approx(exact)
+    for tokens in (1e3, 1e6):  # what a block holds does not matter
+        found = hiding_rows(GQA, block_tokens=tokens, setting=setting(link), visible=visible)
+        assert found == pytest.approx(exact)
 
 
-def test_pass_kv_depends_on_new_tokens_and_pass_q_on_the_block() -> None:
-    short, long = (
-        hiding_rows(GQA, block_tokens=tokens, setting=setting()) for tokens in (1e3, 1e6)
-    )
-    assert short == pytest.approx(long)
-    # At the threshold the queries' transfer takes as long as a step: (T/N) H D e / B.
-    rows, tokens = 100, pass_q_tokens(flops=FLOPS, bytes_per_s=400e9)
-    assert tokens == pytest.approx(750)
-    compute = 4 * rows * tokens * H * D / FLOPS
-    assert compute == pytest.approx(rows * H * D * 2 / 400e9)
-
-
-def test_pass_kv_sends_less_for_many_new_tokens() -> None:
-    assert pass_kv_sends_less(Chunk(new=26, cached=74), heads=H, kv_heads=G)
-    assert not pass_kv_sends_less(Chunk(new=25, cached=75), heads=H, kv_heads=G)
+def test_pass_q_sends_less_for_few_new_tokens() -> None:
+    assert pass_q_share(GQA, setting()) == pytest.approx(2 * G / H)
+    assert pass_q_share(LATENT, setting()) == pytest.approx(1 / H), "all heads share an entry"
+    packed = replace(setting(), kv_dtype="fp8")
+    assert pass_q_share(GQA, packed) == pytest.approx(G / H)
+    grouped = replace(LATENT, tokens_per_entry=4)
+    assert pass_q_share(grouped, setting()) == pytest.approx(1 / H / 4)
+    every_head = replace(GQA, entry_bytes=stored(2 * H * D * 2))
+    assert pass_q_share(every_head, setting()) == 1
+    # TP cuts queries by heads, and entries where heads have their own.
+    cut = replace(setting(), tp=4)
+    assert pass_q_share(GQA, cut) == pytest.approx(2 * G / H)
+    assert pass_q_share(LATENT, cut) == pytest.approx(4 / H)
 
 
 def test_a_latent_needs_far_fewer_rows_than_its_heads_would() -> None:
