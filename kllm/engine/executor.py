@@ -5,7 +5,6 @@ outcomes, so ranks in this process, in others, torchrun's, or a slice of a layou
 place.
 """
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -127,7 +126,6 @@ class InProcessExecutor:
         (plan,) = plans
         if plan is None:
             return [None]
-        begin = time.perf_counter()
         (micro,) = steps_of(plans, self._layout, self.sharing.stripes)
         requests = plan.requests
         if not plan.samples.all():
@@ -138,19 +136,22 @@ class InProcessExecutor:
             requests = tuple(requests[i] for i in here)
         found = self._rank.run(micro, requests)
         self.run_s = found.run_s
-        if self._layout.pp > 1:
-            self._wait_for_other_stages(time.perf_counter() - begin, len(micro))
         return [merge([found], count)]
-
-    def _wait_for_other_stages(self, own_s: float, micro: int) -> None:
-        """Idle for as long as the pipeline fills and drains (`pipeline.bubble_share`)."""
-        time.sleep(own_s * (self._layout.pp - 1) / micro)
 
     def arrange(self, pages: Sequence[int], *, kind: str, tokens: int) -> None:
         """See `DeviceExecutor.arrange`."""
         assert self._rank is not None
         self.sharing = rearranged(self.sharing, pages[self._cp], kind, tokens)
         self._rank.allocate(self.sharing.budget, self.sharing.stripes, kind, fill=True)
+
+    def stand_for(self, cp: int) -> None:
+        """Be another context-parallel rank of the slice's group, which has the same weights.
+
+        The KV pool has to be replaced (`arrange`) before the next step.
+        """
+        assert self._rank is not None
+        self._cp = self._rank.groups.cp.rank = cp
+        self._rank.place = replace(self._rank.place, cp=cp)
 
     def settle(self) -> list[DeviceMemory]:
         """See `DeviceExecutor.settle`."""

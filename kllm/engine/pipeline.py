@@ -4,7 +4,8 @@ Each stage receives a micro-batch's state from the stage before, runs its layers
 result on while it turns to the next micro-batch.
 """
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -12,28 +13,42 @@ from torch import Tensor
 from kllm.attention.context import ForwardContext
 from kllm.models.base import CausalLM
 from kllm.parallel.communicator import Communicator, Handle
-from kllm.parallel.emulated import EmulatedComm
+from kllm.parallel.emulated import EmulatedComm, sleep_exactly
+
+WARM_UP_STEPS = 3  # in which kernels may be compiled
+
+Buffers = Callable[[ForwardContext], list[Tensor]]
 
 
 def run_stages(
-    model: CausalLM, contexts: Sequence[ForwardContext], pp: Communicator
+    model: CausalLM,
+    contexts: Sequence[ForwardContext],
+    pp: Communicator,
+    buffers: Buffers | None = None,
 ) -> list[Tensor] | None:
     """Run this rank's stage of a step.
 
     Args:
         contexts: of the micro-batches, in the same order on all stages.
         pp: the ranks that pass this batch on, in order of their stages.
+        buffers: makes what a micro-batch is received in; None: empty tensors.
 
     Returns:
         On the last stage [T, ...] of each micro-batch, what `model.logits` reads; else None.
     """
+
+    def empty(ctx: ForwardContext) -> list[Tensor]:
+        device = ctx.token_ids.device
+        shapes = model.boundary_shapes(ctx)
+        return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes]
+
     states = []
     # A buffer must not be used again before it is sent: all are kept until the end of the step,
     # together no more than the state of the whole step.
     sent: list[tuple[Handle, Tensor]] = []
     for ctx in contexts:
         # Not posted any earlier: on links that work in order, sending would wait behind it.
-        received = [] if model.stage.first else _receive(model, ctx, pp)
+        received = [] if model.stage.first else _receive(pp, (buffers or empty)(ctx))
         model.prepare(ctx)
         state = model(ctx, received)
         if model.stage.last:
@@ -46,22 +61,57 @@ def run_stages(
     return states if model.stage.last else None
 
 
-def _receive(model: CausalLM, ctx: ForwardContext, pp: Communicator) -> list[Tensor]:
-    if isinstance(pp, EmulatedComm):  # which leaves the buffers as they are
-        buffers = model.stand_in(ctx)
-    else:
-        device = ctx.token_ids.device
-        shapes = model.boundary_shapes(ctx)
-        buffers = [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes]
+def _receive(pp: Communicator, buffers: list[Tensor]) -> list[Tensor]:
     for handle in [pp.receive(buffer, pp.rank - 1) for buffer in buffers]:
         handle.wait()
     return buffers
 
 
-def bubble_share(stages: int, micro_batches: int) -> float:
-    """Share of a step in which a stage has nothing to do, stages being equally fast.
+class SlicedStage:
+    """A stage whose neighbours are not there, and the time that a step spends on them.
 
-    (S - 1) / (M + S - 1) for S stages and M equal micro-batches: the pipeline fills once and
-    drains once a step (Huang et al. 2019, GPipe, section 2.3).
+    M micro-batches that take t on each of P stages are done after (M + P - 1) t: the pipeline fills
+    and drains once a step (Huang et al. 2019, GPipe, section 2.3). The M t of this stage run; the
+    (P - 1) t of the others are waited for.
+
+    t is the time of the device, this stage's transfers included, once the host has queued a
+    micro-batch. The hosts of all stages queue at the same time: where that takes longer than the
+    device, as in small steps, it counts for one stage only. To see t there, the device is held up
+    for as long as the host needs.
+
+    The other stages are taken to be like this one. That the first embeds, that the last computes
+    logits and that layers differ is not modelled.
+
+    Args:
+        clock, sleep: seconds of the host; replaced in tests.
     """
-    return (stages - 1) / (micro_batches + stages - 1)
+
+    def __init__(
+        self,
+        pp: EmulatedComm,
+        clock: Callable[[], float] = time.perf_counter,
+        sleep: Callable[[float], None] = sleep_exactly,
+    ) -> None:
+        self._pp, self._clock, self._sleep = pp, clock, sleep
+        self._steps = 0  # of one micro-batch
+        # Of queueing one: the least, as the host may have to wait for the device it holds up.
+        self._queue_s = float("inf")
+
+    def run(self, model: CausalLM, contexts: Sequence[ForwardContext]) -> list[Tensor] | None:
+        """Run this stage of a step, on made-up input; ends when all stages would have."""
+        micro, alone = len(contexts), len(contexts) == 1
+        begin = self._clock()
+        if alone and self._steps >= WARM_UP_STEPS:
+            self._pp.pause(self._queue_s)
+        queueing = self._clock()
+        first = self._pp.mark()
+        states = run_stages(model, contexts, self._pp, model.stand_in)
+        last = self._pp.mark()
+        queue_s = (self._clock() - queueing) / micro
+        if alone:
+            self._steps += 1
+            self._queue_s = queue_s = min(self._queue_s, queue_s)
+        stage_s = self._pp.between(first, last) / micro
+        whole_s = micro * max(queue_s, stage_s) + (self._pp.size - 1) * stage_s
+        self._sleep(max(0.0, begin + whole_s - self._clock()))
+        return states

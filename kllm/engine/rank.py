@@ -16,12 +16,13 @@ from kllm.config import EngineConfig, ParallelConfig
 from kllm.core import Plan, Request
 from kllm.engine.graphs import DecodeGraphs, batch_bucket
 from kllm.engine.memory import SCRATCH, KVBudget, plan_kv
-from kllm.engine.pipeline import run_stages
+from kllm.engine.pipeline import SlicedStage, run_stages
 from kllm.engine.profile import activation_bytes
 from kllm.engine.step import MicroStep, RankOutcome
 from kllm.models.base import CausalLM, Groups
 from kllm.models.devices import fit_threads, free_bytes
 from kllm.models.load import ResolvedModel, load_model
+from kllm.parallel.emulated import EmulatedComm
 from kllm.parallel.layout import place
 from kllm.parallel.sequence import SequenceStep, local_plan
 from kllm.parallel.stripes import Stripes
@@ -94,6 +95,9 @@ class Rank:
             activation_bytes=self.activation_bytes,
         )
         self.samples_here = self.place.pp == self.layout.pp - 1 and self.place.tp == 0
+        pp = groups.pp
+        absent = isinstance(pp, EmulatedComm) and pp.size > 1  # the other stages
+        self._sliced = SlicedStage(pp) if absent else None
         self._sampler = Sampler(config.seed, device)
         self._pool: KVPool | None = None
         self._graphs: DecodeGraphs | None = None
@@ -231,7 +235,10 @@ class Rank:
                 decode_only=step.decode_only,
             )
             contexts.append(ctx)
-        states = run_stages(self.model, contexts, self.groups.pp)
+        if self._sliced is None:
+            states = run_stages(self.model, contexts, self.groups.pp)
+        else:
+            states = self._sliced.run(self.model, contexts)
         if self._stripes is not None:
             for ctx in contexts:
                 if (shared := ctx.sequence) is not None:

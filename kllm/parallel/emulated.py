@@ -48,7 +48,7 @@ class Wire(Protocol):
         """This moment: of the host, or of the current stream once it gets here."""
 
     def between(self, begin: Any, end: Any) -> float:
-        """Seconds between two marks; the device must have passed both."""
+        """Seconds between two marks, once the device has passed both."""
 
 
 class EmulatedComm:
@@ -85,10 +85,22 @@ class EmulatedComm:
         self._wire = wire or (DeviceWire(device) if device.type == "cuda" else HostWire())
 
     def take_exposed_s(self) -> float:
-        """Seconds of waiting since the last call; the device must have been synchronised."""
+        """Seconds of waiting since the last call."""
         found = sum(self._wire.between(begin, end) for begin, end in self._stalls)
         self._stalls.clear()
         return found
+
+    def pause(self, seconds: float) -> None:
+        """Hold up what comes next on the device as long as a transfer of so many seconds would."""
+        self._wire.transfer(seconds, lambda: None).wait()
+
+    def mark(self) -> Any:
+        """This moment, as `Wire.mark`."""
+        return self._wire.mark()
+
+    def between(self, begin: Any, end: Any) -> float:
+        """Seconds between two marks, once the device has passed both."""
+        return self._wire.between(begin, end)
 
     def all_reduce(self, x: Tensor) -> Handle:
         """`x` is left as it is: this rank's partial sum."""
@@ -181,7 +193,7 @@ class HostWire:
         sleep: Callable[[float], None] | None = None,
     ) -> None:
         self._clock = clock
-        self._sleep = sleep or _sleep_exactly
+        self._sleep = sleep or sleep_exactly
         self._free_at = 0.0
 
     def transfer(self, seconds: float, fill: Callable[[], object], *buffers: Tensor) -> Handle:
@@ -214,7 +226,8 @@ class _HostHandle:
             self._sleep(left)
 
 
-def _sleep_exactly(seconds: float) -> None:
+def sleep_exactly(seconds: float) -> None:
+    """Sleep, the end of it busily."""
     end = time.perf_counter() + seconds
     if seconds > SPIN_S:
         time.sleep(seconds - SPIN_S)
@@ -256,7 +269,8 @@ class DeviceWire:
         return event
 
     def between(self, begin: torch.cuda.Event, end: torch.cuda.Event) -> float:
-        """Seconds from one event to the other."""
+        """Seconds from one event to the other, once the device has passed both."""
+        end.synchronize()
         return float(begin.elapsed_time(end)) / 1e3
 
 
