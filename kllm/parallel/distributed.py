@@ -83,11 +83,17 @@ class TorchComm:
 
     def send(self, x: Tensor, to: int) -> Handle:
         """See `Communicator.send`."""
-        return _Works((dist.isend(x.contiguous(), self._ranks[to], self.group),))
+        return self._alone(dist.isend, x.contiguous(), to)
 
     def receive(self, out: Tensor, source: int) -> Handle:
         """See `Communicator.receive`."""
-        return _Works((dist.irecv(out, self._ranks[source], self.group),))
+        return self._alone(dist.irecv, out, source)
+
+    def _alone(self, operation: Any, x: Tensor, peer: int) -> Handle:
+        # As a batch of one, which takes the group's connections: NCCL would make others for each
+        # pair of ranks, and torch warn of it.
+        one = dist.P2POp(operation, x, self._ranks[peer], self.group)
+        return _Works(dist.batch_isend_irecv([one]))
 
 
 def host_store(host: str) -> tuple[Any, int]:
