@@ -1,0 +1,37 @@
+"""What a step costs besides the model, with ranks in processes of their own."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kllm.bench import overhead
+from kllm.bench.base import Context
+from kllm.bench.overhead import OverheadBench
+from kllm.bench.run import run_bench
+from kllm.config import EngineConfig
+from kllm.parallel.layout import parse
+
+TINY = EngineConfig(model="deepseek-v4", scale="tiny", device="cpu", load="random")
+
+
+@pytest.mark.parametrize("layout", ["dp=2,ep=2", "cp=2"])
+def test_what_ranks_are_told_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layout: str
+) -> None:
+    monkeypatch.setattr(overhead, "STEPS", 8)
+    monkeypatch.setattr(overhead, "MODEL_STEPS", 4)
+    monkeypatch.setattr(overhead, "WARMUP_STEPS", 2)
+    config = replace(TINY, parallel=parse(layout))
+    bench = OverheadBench(running=2, batch=2)
+    result, _ = run_bench(bench, Context(config=config, repeats=1), tmp_path)
+    for name, count in (("sweep", 2), ("model", 1)):
+        series = result.find_series(name)
+        assert series is not None
+        names = [column.name for column in series.columns]
+        rows = [dict(zip(names, row, strict=True)) for row in series.rows or ()]
+        assert len(rows) == count
+        for row in rows:
+            assert "reason" not in row
+            assert row["overhead_us"] > 10, "two hops of a socket, for certain"
+    assert 0 < result.metrics["overhead_share.batch2"].values[0] < 1
