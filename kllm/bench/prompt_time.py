@@ -80,6 +80,20 @@ def prompt_cost(tokens: int, chunk: int, measured: Mapping[Place, Cost]) -> Cost
     return Cost(**totals)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankTimes:
+    """Seconds of the same steps of a prompt on every rank."""
+
+    tokens: int  # of the prompt
+    seconds: Mapping[Place, Sequence[float]]  # of each step, by rank
+
+    @property
+    def over_mean(self) -> float:
+        """The busiest rank of each step, summed, over the mean rank; 1 where all take as long."""
+        mean = sum(sum(times) / len(times) for times in self.seconds.values())
+        return sum(map(max, self.seconds.values())) / mean
+
+
 def critical_path(tokens: int, chunk: int, deal: Stripes) -> float:
     """Work of the busiest rank of each step, summed over a prompt, over the mean rank's.
 

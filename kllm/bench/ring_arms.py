@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from kllm.bench.prompt_time import Cost, Place, places, prompt_cost
+from kllm.bench.prompt_time import Cost, Place, RankTimes, places, prompt_cost
 from kllm.bench.shared_prompt import SharedPrompt
 from kllm.bench.timing import Failed, attempt
 from kllm.parallel.link import Link
@@ -27,6 +27,7 @@ class Arm:
     isls: list[int]  # those that fit, rising
     refused: dict[int, str] = field(default_factory=dict)  # the others: why
     rounds: dict[str, list[Costs]] = field(default_factory=dict)
+    ranks: RankTimes | None = None  # of steps of the longest prompt, where every rank ran them
 
     def refuse(self, isl: int, reason: str) -> None:
         """Take a length, and all longer ones, out of the sweep."""

@@ -54,6 +54,7 @@ def conclude(record: Record) -> None:
             f"With fewer than 3 rounds differences may be noise: so in {few} of {len(rows)} points."
         )
     _exposed(record)
+    _balance(record)
     _replicated(record, rows)
     _claim(record, rows)
     choices = record.ok_rows("predictions")
@@ -74,6 +75,19 @@ def _exposed(record: Record) -> None:
         record.notes.append(
             f"In {len(shares)} points computation on a block is predicted to take longer than its "
             f"transfer; there a ring exposes at most {100 * max(shares):.3g} % of its transfers."
+        )
+
+
+def _balance(record: Record) -> None:
+    """How much longer the busiest rank takes than the mean one, where every rank was measured."""
+    rows = [row for row in record.rows.get("balance", []) if row["measured_over_mean"] is not None]
+    if rows:
+        worst = max(rows, key=lambda row: row["measured_over_mean"])
+        record.notes.append(
+            "Run on every rank of a ring in turn, steps of the longest prompt take the busiest "
+            f"rank at most {worst['measured_over_mean']:.3g} times as long as the mean rank "
+            f"({_about(worst)}, ISL {tokens(worst['prompt_tokens'])}; by the pairs of tokens that "
+            f"it attends to, {worst['critical_path_over_mean']:.3g})."
         )
 
 

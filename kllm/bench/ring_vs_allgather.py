@@ -20,9 +20,10 @@ from typing import Any
 from kllm.bench import ring_findings as findings
 from kllm.bench import ring_predictions as predicted
 from kllm.bench.base import Context
-from kllm.bench.prompt_time import Cost, critical_path
+from kllm.bench.prompt_time import Cost, RankTimes, critical_path
 from kllm.bench.record import Record
 from kllm.bench.ring_arms import GIB, Arm, arms_of
+from kllm.bench.ring_balance import measure_ranks
 from kllm.bench.ring_estimate import layout_seconds
 from kllm.bench.ring_predictions import Sweep
 from kllm.bench.ring_setup import MODEL, attention_folder, cut, with_ranks
@@ -209,7 +210,9 @@ class RingVsAllGatherBench:
         links: Mapping[str, Link | None],
         title: str,
     ) -> None:
+        sliced = ctx.config.fidelity == "rank-slice"
         total = sum(arm.steps(prompt.chunk, len(links), ctx.repeats) for arm in arms.values())
+        total += prompt.stripes.ranks * sliced
         done = 0
 
         def tell(what: str) -> None:
@@ -227,6 +230,9 @@ class RingVsAllGatherBench:
             for kind in KINDS if number % 2 == 0 else KINDS[::-1]:
                 arms[kind].run(prompt, dict(links), tell, warm_up=number == 0)
             self._store(record, arms, links, title, prompt.chunk)
+            if number == 0 and sliced:
+                left_s = begin + self.limit_s - time.monotonic()
+                measure_ranks(prompt, arms[RING], links, left_s, tell)
             took, lap = time.monotonic() - lap, time.monotonic()
 
     def _store(
@@ -288,7 +294,8 @@ def _report(
     about = sweep.about
     for isl in isls:
         record.row("memory", about | _memory(prompt, arms, isl), UNITS)
-        record.row("balance", about | _balance(prompt.stripes, isl, sweep.chunk))
+        balance = _balance(prompt.stripes, isl, sweep.chunk, arms[RING].ranks)
+        record.row("balance", about | balance)
         for link in links:
             costs = _costs(arms, link, isl, sweep.chunk)
             at = about | {"link": link, "prompt_tokens": isl}
@@ -367,5 +374,12 @@ def _exposure(costs: Mapping[str, Sequence[Cost]]) -> dict[str, Any]:
     return row
 
 
-def _balance(stripes: Stripes, isl: int, chunk: int) -> dict[str, Any]:
-    return {"prompt_tokens": isl, "critical_path_over_mean": critical_path(isl, chunk, stripes)}
+def _balance(stripes: Stripes, isl: int, chunk: int, ranks: RankTimes | None) -> dict[str, Any]:
+    """The busiest rank of each step over the mean rank: pairs of tokens, and measured times."""
+    measured = ranks if ranks is not None and ranks.tokens == isl else None
+    return {
+        "prompt_tokens": isl,
+        "critical_path_over_mean": critical_path(isl, chunk, stripes),
+        "measured_over_mean": measured.over_mean if measured else None,
+        "measured_steps": len(measured.seconds) if measured else None,
+    }

@@ -21,8 +21,8 @@ from kllm.engine.rank import DeviceMemory
 from kllm.engine.rank_pool import RankPool
 from kllm.models.load import ResolvedModel
 from kllm.models.shape import model_shape
+from kllm.parallel import layout
 from kllm.parallel.emulated import EmulatedComm
-from kllm.parallel.layout import check
 from kllm.parallel.link import Link
 from kllm.parallel.overlap import ALL_GATHER, REPLICATED, RING
 from kllm.parallel.stripes import Stripes
@@ -53,17 +53,20 @@ class SharedPrompt:
     def __init__(
         self, config: EngineConfig, resolved: ResolvedModel, pool: RankPool | None
     ) -> None:
-        check(model_shape(resolved.family, resolved.config).dims, config.parallel)
+        layout.check(model_shape(resolved.family, resolved.config).dims, config.parallel)
         self.chunk = config.scheduler.token_budget
         self.spec: CacheSpec = resolved.family.cache_spec(resolved.config)
         self.kv_dtype, self.device = resolved.kv_dtype, resolved.device
         self._vocab_size: int = resolved.config.vocab_size
         self._links: list[EmulatedComm] = []
         self._cp: EmulatedComm | None = None
+        self._slice: InProcessExecutor | None = None
         self.ranks: DeviceExecutor
+        self.rank = 0  # the context-parallel rank that is here, where ranks are sliced
         if config.fidelity == "rank-slice":
-            self.ranks = sliced = InProcessExecutor(config, resolved)
-            found = sliced.groups
+            self.ranks = self._slice = InProcessExecutor(config, resolved)
+            self.rank = layout.place(config.parallel, config.slice_rank).cp
+            found = self._slice.groups
             every = (found.attn, found.ffn, found.vocab, found.ep, found.cp, found.pp)
             self._links = [comm for comm in every if isinstance(comm, EmulatedComm)]
             assert isinstance(found.cp, EmulatedComm)
@@ -74,10 +77,19 @@ class SharedPrompt:
         stripes = self.ranks.sharing.stripes
         assert stripes is not None, "the layout has no context parallelism"
         self.stripes: Stripes = stripes
-        # Not the rank that a slice runs: most ranks are not the owner of a prompt.
-        self.owner = stripes.ranks - 1
         self._tokens, self._kind = 0, ""
         self._steps = 0
+
+    @property
+    def owner(self) -> int:
+        """The rank that decodes the prompt: not the one that is here, as most ranks are not."""
+        return (self.rank - 1) % self.stripes.ranks
+
+    def stand_for(self, rank: int) -> None:
+        """Run the steps of another context-parallel rank of a slice; `arrange` has to follow."""
+        assert self._slice is not None, "ranks that all run are themselves"
+        self._slice.stand_for(rank)
+        self.rank = rank
 
     def pages(self, kind: str, tokens: int) -> list[int]:
         """Pages that a prompt takes on each context-parallel rank."""
@@ -93,7 +105,8 @@ class SharedPrompt:
         page = self.ranks.sharing.budget.page_size * self.spec.bytes_per_token(self.kv_dtype)
         state = self.spec.bytes_per_request(self.kv_dtype)
         counts = self.pages(kind, tokens)
-        return Need(max(counts[: self.owner]) * page + state, counts[self.owner] * page + state)
+        owned = counts.pop(self.owner)
+        return Need(max(counts) * page + state, owned * page + state)
 
     def arrange(self, kind: str, tokens: int) -> None:
         """Give the ranks memory for prompts of up to `tokens` tokens."""

@@ -76,6 +76,7 @@ def test_all_ranks_run_in_processes_of_their_own(tmp_path: Path) -> None:
     assert sweep[1]["ratio"] == pytest.approx(speeds[0] / speeds[1]), "as the throughputs say"
     assert speeds[2] > 0
     assert result.find_series("exposure") is None, "real transfers are not watched"
+    assert all(row["measured_over_mean"] is None for row in rows(result, "balance"))
     assert any("not measured then" in note for note in result.notes)
     [claimed] = side_by_side([result])
     assert claimed.status == "not measured"
@@ -106,6 +107,12 @@ def test_a_slice_tells_links_apart_and_what_they_expose(tmp_path: Path) -> None:
     chosen = rows(result, "predictions")
     assert len(chosen) == len(sweep)
     assert {row["auto"] for row in chosen} <= {"ring", "all_gather"}
+    balance = {(r["model"], r["prompt_tokens"]): r for r in rows(result, "balance")}
+    for model in ("llama-3-8b", "glm-5.2"):
+        assert balance[model, 300]["measured_over_mean"] is None
+        assert balance[model, 1024]["measured_over_mean"] >= 1
+        assert balance[model, 1024]["measured_steps"] == 2, "the last one hands the prompt over"
+    assert any("times as long as the mean rank" in note for note in result.notes)
     assert {row["entries"] for row in rows(result, "overlap")} == {
         "keys and values",
         "index keys",
@@ -159,6 +166,7 @@ def test_an_interrupt_keeps_the_rounds_that_are_complete(tmp_path: Path) -> None
 def test_a_limit_ends_the_rounds_of_a_layout_after_the_first(tmp_path: Path) -> None:
     made = bench(models=("llama-3-8b",), isls=(300,), limit_s=1e-3)
     result = run(made, tmp_path, "rank-slice", repeats=3)
+    assert rows(result, "balance")[0]["measured_over_mean"] is None
     assert len(result.metrics["ring_s.llama-3-8b.cp2.chunk256.nvlink4.isl300"].values) == 1
     assert any("1 of 3 rounds fit the limit of 0.001 s" in note for note in result.notes)
     assert any("so in 1 of 1 points" in note for note in result.notes)
