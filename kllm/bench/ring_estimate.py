@@ -6,7 +6,7 @@ from math import prod
 from kllm.bench.prompt_time import Place, places
 from kllm.bench.ring_predictions import Sweep
 from kllm.bench.shared_prompt import KINDS
-from kllm.parallel.overlap import predict_prompt
+from kllm.parallel.overlap import RING, predict_prompt
 
 LOAD_S = {"cuda": 8.0, "cpu": 2.0}  # building the ranks of a layout
 LAYER_S = {"cuda": 1e-3, "cpu": 4e-3}  # of a layer's many small operations
@@ -24,11 +24,16 @@ def layout_seconds(
     # Before a round the last step runs once more; before the first one, early ones too.
     each = sum(_step(sweep, place, link) for place in found for link in links)
     each += _step(sweep, found[-1], links[0])
-    return load + each * max(1.0, min(float(repeats), limit_s // each))
+    rounds = each * max(1.0, min(float(repeats), limit_s // each))
+    if sweep.config.fidelity != "rank-slice":
+        return load + rounds
+    # Then every rank of a ring runs up to four steps: three, and the last of them to warm up.
+    ranks = 4 * sweep.config.parallel.cp * _step(sweep, found[-1], links[0], (RING,))
+    return load + rounds + (ranks if each + ranks <= limit_s else 0.0)
 
 
-def _step(sweep: Sweep, place: Place, link: str) -> float:
-    """Seconds of a step of each kind: attention, products with weights, the rest."""
+def _step(sweep: Sweep, place: Place, link: str, kinds: Sequence[str] = KINDS) -> float:
+    """Seconds of a step of each of the kinds: attention, products with weights, the rest."""
     setting, device, config = sweep.setting(link), _device(sweep), sweep.config
     # Ranks that all run on a CPU share its cores.
     sharing = config.parallel.cp if config.fidelity == "real" and device == "cpu" else 1
@@ -36,7 +41,8 @@ def _step(sweep: Sweep, place: Place, link: str) -> float:
     times = predict_prompt(sweep.attention, setting, tokens=new, cached=place.start)
     products = 2 * _weights(sweep) * new / setting.ranks / setting.flops
     rest = (products + LAYER_S[device] * sweep.shape.dims.layers) * sharing
-    return times.ring + times.all_gather + times.replicated + len(KINDS) * rest
+    found: float = sum(getattr(times, kind) + rest for kind in kinds)
+    return found
 
 
 def _weights(sweep: Sweep) -> float:
