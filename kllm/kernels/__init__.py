@@ -12,12 +12,7 @@ import torch
 from torch import Tensor
 
 from kllm.kernels import block_attention_reference, moe_grouped, reference
-from kllm.kernels.block_attention_reference import (
-    SoftmaxState,
-    Span,
-    merge_softmax,
-    top_entries,
-)
+from kllm.kernels.block_attention_reference import SoftmaxState, Span, top_entries
 
 __all__ = [
     "SoftmaxState",
@@ -30,7 +25,6 @@ __all__ = [
     "hc_pre",
     "index_scores",
     "linear_fp32",
-    "merge_softmax",
     "moe",
     "pool_rows",
     "rmsnorm",

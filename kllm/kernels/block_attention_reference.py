@@ -196,7 +196,10 @@ def sparse_block_attention(
 
 
 def merge_softmax(state: SoftmaxState, other: SoftmaxState) -> None:
-    """Add what `other` has seen of disjoint keys to `state`, in place; both of the same shape."""
+    """Add what `other` has seen of disjoint keys to `state`, in place; both of the same shape.
+
+    What adding a library's finished result comes to (`softmax_state_triton.add_result`).
+    """
     new = torch.maximum(state.m, other.m)
     base = new.masked_fill(new == -INFINITY, 0.0)
     mine, theirs = (state.m - base).exp_(), (other.m - base).exp_()

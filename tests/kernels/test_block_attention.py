@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kllm import kernels
 from kllm.kernels import SoftmaxState, Span, reference
-from kllm.kernels.block_attention_reference import joined
+from kllm.kernels.block_attention_reference import joined, merge_softmax
 from tests.tolerances import TOLERANCE
 
 CLOSE = {"rtol": TOLERANCE[torch.float32], "atol": TOLERANCE[torch.float32]}
@@ -93,7 +93,7 @@ def test_blocks_in_any_order_make_one_softmax(
                     visible = (span.first + row - span.rows.start) // span.step
                     begin = block.keys.start
                     seen[row, begin : begin + max(0, min(span.keys, visible))] = True
-    kernels.merge_softmax(*states)
+    merge_softmax(*states)
     got = kernels.finish_softmax(states[0], torch.float64, sink)
     torch.testing.assert_close(got, softmax_attention(q, k, v, seen, 0.5, sink), **CLOSE)
 
@@ -170,7 +170,7 @@ def test_masked_block_changes_nothing(empty: bool) -> None:
         kernels.block_attention(state, q, k, k, [span], 0.5)
     kernels.sparse_block_attention(state, q, k[:, 0], torch.full((5, 3), -1), 0.5)
     kernels.sparse_block_attention(state, q, k[:, 0], torch.empty(5, 0, dtype=torch.int64), 0.5)
-    kernels.merge_softmax(state, SoftmaxState.empty(5, 2, 4, "cpu"))
+    merge_softmax(state, SoftmaxState.empty(5, 2, 4, "cpu"))
     for old, new in zip(before, (state.m, state.l, state.o), strict=True):
         assert torch.equal(old, new)
 
