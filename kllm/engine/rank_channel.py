@@ -15,6 +15,7 @@ from pathlib import Path
 
 STEPS, PULSE = range(2)
 BUSY_S = 0.01  # at most for which a process waits busily; being woken takes some 50 us
+TAKEN_S = 0.5e-3  # a core that is gone for so long has gone to another process
 LOOK_S = 1.0  # between two looks at the machine's load
 CHUNK = 1 << 16  # bytes; most messages come in one piece
 
@@ -71,7 +72,7 @@ class Patience:
     """How a process waits for others: busily where the answer is near, then asleep.
 
     It waits busily, for `BUSY_S` at most, if the last wait was as short as that and the machine has
-    a core to spare.
+    a core to spare; not for a while once another process wanted the core.
 
     Args:
         processes: of this machine that may wait busily at the same time.
@@ -84,11 +85,14 @@ class Patience:
 
     def wait(self, poll: select.poll, asleep_ms: int | None = None) -> list[tuple[int, int]]:
         """What `poll` finds, after `asleep_ms` at most (None: however long it takes)."""
-        begin = time.monotonic()
+        begin = now = time.monotonic()
         found = poll.poll(0)
-        if not found and self._near and self._has_spare_core(begin):
-            while not found and time.monotonic() - begin < BUSY_S:
-                found = poll.poll(0)
+        while not found and self._near and now - begin < BUSY_S and self._has_spare_core(now):
+            os.sched_yield()
+            found = poll.poll(0)
+            before, now = now, time.monotonic()
+            if now - before > TAKEN_S:
+                self._spare = False  # until the next look
         if not found:
             found = poll.poll(asleep_ms)
         self._near = time.monotonic() - begin < BUSY_S

@@ -97,8 +97,13 @@ class Poll:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now, self.ready_s = 100.0, 0.0
+        self.lost_s = 0.0  # to others, whenever the process lets them run
         self.asleep = 0
         monkeypatch.setattr(rank_channel.time, "monotonic", lambda: self.now)
+        monkeypatch.setattr(rank_channel.os, "sched_yield", self.let_others_run)
+
+    def let_others_run(self) -> None:
+        self.now += self.lost_s
 
     def poll(self, milliseconds: int | None) -> list[tuple[int, int]]:
         if milliseconds == 0:
@@ -143,6 +148,17 @@ def test_the_load_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
     poll, patience = Poll(monkeypatch), Patience(3)
     assert poll.wait(patience, BUSY_S / 2)
     machine(monkeypatch, cores=4)
+    assert poll.wait(patience, BUSY_S / 2)
+    poll.now += 2 * rank_channel.LOOK_S
+    assert not poll.wait(patience, BUSY_S / 2)
+
+
+def test_a_core_that_others_want_is_left_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, cores=4)
+    poll, patience = Poll(monkeypatch), Patience(3)
+    poll.lost_s = 2e-3
+    assert poll.wait(patience, BUSY_S / 2)
+    poll.lost_s = 0.0
     assert poll.wait(patience, BUSY_S / 2)
     poll.now += 2 * rank_channel.LOOK_S
     assert not poll.wait(patience, BUSY_S / 2)
