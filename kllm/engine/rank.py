@@ -95,9 +95,9 @@ class Rank:
             activation_bytes=self.activation_bytes,
         )
         self.samples_here = self.place.pp == self.layout.pp - 1 and self.place.tp == 0
-        pp = groups.pp
-        absent = isinstance(pp, EmulatedComm) and pp.size > 1  # the other stages
-        self._sliced = SlicedStage(pp) if absent else None
+        self._sliced: SlicedStage | None = None
+        if isinstance(groups.pp, EmulatedComm) and groups.pp.size > 1:
+            self._sliced = SlicedStage(groups.pp)
         self._sampler = Sampler(config.seed, device)
         self._pool: KVPool | None = None
         self._graphs: DecodeGraphs | None = None
