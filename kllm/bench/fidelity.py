@@ -16,8 +16,19 @@ from typing import Any, Literal
 import torch
 
 from kllm.bench.base import Context
+from kllm.bench.fidelity_findings import (
+    MODEL_OF_SLICE,
+    SLICE_OF_REAL,
+    Pair,
+    Values,
+    add_errors,
+    boundary,
+    conditions,
+    series_of,
+    verdict,
+)
 from kllm.bench.fidelity_model import LayoutModel
-from kllm.bench.fidelity_sides import MEMORY, UNITS, FidelityLoad, Ranks, Side
+from kllm.bench.fidelity_sides import UNITS, FidelityLoad, Ranks, Side
 from kllm.bench.fidelity_transfer import measure_transfers, missing_libraries
 from kllm.bench.record import Record
 from kllm.bench.timing import interleave
@@ -32,18 +43,12 @@ from kllm.parallel.link import MEASURED, parse_link
 from kllm.parallel.single import SingleComm
 from kllm.results.schema import Fidelity
 
-TIME_LIMIT, MEMORY_LIMIT = 10.0, 3.0  # percent that an estimate may be off
 WORKING_BYTES = 6 << 30  # of KV, activations and libraries beside the weights of one side
 SHARE_OF_BOTH = 0.9  # of a device, when both sides lie on it
 # What a layout may fail with, here or on its ranks; the others go on.
 FAILURES = (KllmError, RuntimeError, MemoryError, AssertionError)
 LOAD = FidelityLoad(isl=8192, osl=32, requests=8)
 EXPERT_BACKENDS = ("deep_ep", "all_to_all", "all_gather")
-
-Values = Mapping[str, Sequence[float]]  # repeats by the names of UNITS
-Pair = tuple[Fidelity, Fidelity]  # the estimate, and what it is held against
-SLICE_OF_REAL: Pair = ("rank-slice", "real")
-MODEL_OF_SLICE: Pair = ("modelled", "rank-slice")
 
 
 def layouts_of(world: int) -> tuple[ParallelConfig, ...]:
@@ -142,7 +147,7 @@ class FidelityBench:
         # One GPU has no link to measure: its slices use the one that the config names.
         found = ceilings(resolved.device, links=SLICE_OF_REAL in self.pairs)
         _free()
-        _note(record, ctx.config.link, found, kind, self.pairs)
+        record.notes += conditions(ctx.config.link, found, kind, self.pairs)
         with Ranks(self.world) as ranks:
             for done, layout in enumerate(self._layouts):
                 ctx.progress(short_name(layout), done, len(self._layouts))
@@ -195,8 +200,8 @@ class FidelityBench:
                         direction="higher" if higher else "lower",
                         sample="exact" if fidelity == "modelled" else "repeat",
                     )
-        for estimate, truth in self.pairs:
-            _compare(record, layout, (estimate, truth), values)
+        for pair in self.pairs:
+            add_errors(record, layout, pair, values)
 
     def _sides(
         self, ctx: Context, layout: ParallelConfig, ranks: Ranks
@@ -314,22 +319,8 @@ class FidelityBench:
 
     def conclude(self, record: Record) -> None:
         """Name the layouts whose estimates are too far off."""
-        record.verdict = " ".join(_verdict(record, pair) for pair in self.pairs)
-        pair = self.pairs[0]
-        good, beyond = _split(record.ok_rows(series_of(pair)))
-        every = record.rows.get(series_of(pair), [])
-        failed = list(dict.fromkeys(row["layout"] for row in every if row["state"] == "failed"))
-        parts = [
-            f"{' of '.join(pair)} is within the limits for {', '.join(good) or 'no layout'}",
-            *([f"beyond them for {', '.join(beyond)}"] if beyond else []),
-            *([f"not compared for {', '.join(failed)}"] if failed else []),
-        ]
-        record.boundary = "; ".join(parts) + "."
-
-
-def series_of(pair: Pair) -> str:
-    """The series that holds a pair's values, one column for each fidelity, and errors."""
-    return f"{pair[0]} of {pair[1]}"
+        record.verdict = " ".join(verdict(record, pair) for pair in self.pairs)
+        record.boundary = boundary(record, self.pairs[0])
 
 
 def holds_both(config: EngineConfig, layout: ParallelConfig) -> bool:
@@ -364,76 +355,6 @@ def _open(
 def _runner(side: Side, seed: int) -> Callable[[], Mapping[str, float]]:
     seeds = iter(range(seed + 1, seed + 1_000_000))  # both sides have the same prompts in a round
     return lambda: side.run(next(seeds))
-
-
-def _compare(
-    record: Record, layout: ParallelConfig, pair: Pair, values: Mapping[Fidelity, Values]
-) -> None:
-    """A row for each quantity that both fidelities have."""
-    estimate, truth = pair
-    for what in UNITS:
-        if what not in values[estimate] or what not in values[truth]:
-            continue
-        one, other = (statistics.median(values[side][what]) for side in pair)
-        row = {
-            "layout": short_name(layout),
-            "quantity": what.replace("tokens_per_s", "tokens/s").replace("_", " "),
-            estimate: one,
-            truth: other,
-            "error_percent": (one / other - 1) * 100,
-            "limit_percent": MEMORY_LIMIT if what == MEMORY else TIME_LIMIT,
-            "state": "ok",
-        }
-        record.row(series_of(pair), row, {"error_percent": "%", "limit_percent": "%"})
-
-
-def _split(rows: Sequence[Mapping[str, Any]]) -> tuple[list[str], dict[str, list[str]]]:
-    """Layouts that are within the limits, and what of the others is not."""
-    beyond: dict[str, list[str]] = {}
-    for row in rows:
-        if abs(row["error_percent"]) > row["limit_percent"]:
-            text = f"{row['quantity']} {row['error_percent']:+.1f} %"
-            beyond.setdefault(row["layout"], []).append(text)
-    names = dict.fromkeys(row["layout"] for row in rows)
-    return [name for name in names if name not in beyond], beyond
-
-
-def _verdict(record: Record, pair: Pair) -> str:
-    title = f"{pair[0]} against {pair[1]}"
-    rows = record.ok_rows(series_of(pair))
-    if not rows:
-        return f"{title}: no layout could be compared."
-    _, beyond = _split(rows)
-    limits = f"{TIME_LIMIT:.0f} % in time and {MEMORY_LIMIT:.0f} % in memory"
-    if not beyond:
-        return f"{title}: all layouts within {limits}."
-    named = "; ".join(f"{layout} ({', '.join(texts)})" for layout, texts in beyond.items())
-    return f"{title}: beyond {limits}: {named}."
-
-
-def _note(record: Record, link: str, found: Ceilings, kind: str, pairs: Sequence[Pair]) -> None:
-    if link != MEASURED or found.links is None:
-        record.notes.append(f"Slices use the link {link}, which is not this machine's.")
-    else:
-        links = found.links
-        record.notes.append(
-            f"Slices use the link measured among {links.ranks} ranks by {links.backend}: "
-            f"{links.bytes_per_s / 1e9:.3g} GB/s a way, {links.latency_s * 1e6:.3g} us."
-        )
-    if kind == "cuda":
-        record.notes.append(
-            "Peak memory is that of tensors on rank 0; the libraries' own buffers are not in it."
-        )
-    elif SLICE_OF_REAL in pairs:
-        record.notes.append(
-            "On a CPU the real ranks share the cores that a slice has for itself, so that errors "
-            "are large and say nothing about GPUs; memory is not counted."
-        )
-    if MODEL_OF_SLICE in pairs:
-        record.notes.append(
-            "Modelled times are floors: launches, sampling and scheduling are not in them, nor "
-            "activations in modelled memory."
-        )
 
 
 def one_line(error: BaseException) -> str:

@@ -44,7 +44,11 @@ class FidelityLoad:
     requests: int  # over all groups
 
     def check(self, positions: int) -> None:
-        """Refuse requests that are longer than the model's positions (ConfigError)."""
+        """Check that requests fit the positions of a model.
+
+        Raises:
+            ConfigError: they are longer.
+        """
         if self.isl + self.osl > positions:
             raise ConfigError(
                 f"requests of {self.isl} prompt and {self.osl} output tokens are longer than the "

@@ -9,14 +9,13 @@ import pytest
 from kllm.bench import fidelity
 from kllm.bench.base import Context
 from kllm.bench.fidelity import (
-    MODEL_OF_SLICE,
-    SLICE_OF_REAL,
     FidelityBench,
     layouts_of,
     one_line,
     pairs_for,
     scale_for_both,
 )
+from kllm.bench.fidelity_findings import MODEL_OF_SLICE, SLICE_OF_REAL
 from kllm.bench.fidelity_model import LayoutModel
 from kllm.bench.fidelity_sides import UNITS, FidelityLoad
 from kllm.bench.fidelity_transfer import Moved, measure_transfers
