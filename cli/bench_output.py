@@ -53,7 +53,7 @@ def series_table(series: "Series", width: int) -> "tuple[str, Table, list[str]]"
         width: of the terminal, in characters.
     """
     names = [column.name for column in series.columns]
-    rows = [dict(zip(names, row, strict=True)) for row in series.rows or ()]
+    rows = series.to_dicts()
     footnotes = take_reasons(rows)
     shown = [n for n in names if n != "reason" and not n.endswith(NOT_SHOWN)]
     # All is alike in a single row: there the heading says what ran.

@@ -151,6 +151,11 @@ class Series:
             rows=tuple(tuple(plain(row.get(n)) for n in names) for row in rows),
         )
 
+    def to_dicts(self) -> list[dict[str, Cell]]:
+        """The inline rows by column name, as `of` takes them; none where they are in a file."""
+        names = [column.name for column in self.columns]
+        return [dict(zip(names, row, strict=True)) for row in self.rows or ()]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunResult:

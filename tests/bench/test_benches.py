@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -20,9 +19,9 @@ from kllm.bench.workloads import Lengths, Workload, parse
 from kllm.config import EngineConfig
 from kllm.errors import CapacityError, ConfigError
 from kllm.hardware import Ceilings
-from kllm.results.schema import RunResult
 from kllm.results.store import list_results, load, recover
 from tests.bench.fakes import Clock, FakeEngine
+from tests.bench.rows import rows_of
 
 CONFIG = EngineConfig(model="smollm2-135m", load="random", scale="tiny", device="cpu")
 CEILINGS = Ceilings(
@@ -43,13 +42,6 @@ def context(make: Callable[[], FakeEngine], repeats: int = 3) -> Context:
     return Context(config=CONFIG, repeats=repeats, make_engine=lambda config: make())
 
 
-def sweep_rows(result: RunResult) -> list[dict[str, Any]]:
-    series = result.find_series("sweep")
-    assert series is not None
-    names = [column.name for column in series.columns]
-    return [dict(zip(names, row, strict=True)) for row in series.rows or ()]
-
-
 def test_latency_records_every_repeat_and_compares_with_the_floor(tmp_path: Path) -> None:
     engine = FakeEngine(Clock())
     bench = LatencyBench(batches=(1, 2, 4), isl=4, osl=6)
@@ -57,7 +49,7 @@ def test_latency_records_every_repeat_and_compares_with_the_floor(tmp_path: Path
     assert load(path) == result
     assert list_results(tmp_path) == [path]
     assert list(tmp_path.glob("*.partial*")) == []
-    rows = sweep_rows(result)
+    rows = rows_of(result, "sweep")
     assert [row["batch"] for row in rows] == [1, 2, 4]
     for row in rows:
         assert row["state"] == "ok"
@@ -71,7 +63,7 @@ def test_latency_records_every_repeat_and_compares_with_the_floor(tmp_path: Path
 def test_latency_marks_batches_that_do_not_fit_and_goes_on(tmp_path: Path) -> None:
     bench = LatencyBench(batches=(1, 2, 4), isl=4, osl=6)
     result, _ = run_bench(bench, context(lambda: FakeEngine(Clock(), slots=2)), tmp_path)
-    rows = sweep_rows(result)
+    rows = rows_of(result, "sweep")
     assert [row["state"] for row in rows] == ["ok", "ok", "failed"]
     assert rows[2]["reason"] == ("at most 2 of 4 requests decoded together: KV memory is short")
 
@@ -80,7 +72,7 @@ def test_out_of_memory_in_the_first_point_does_not_end_the_sweep(tmp_path: Path)
     loads = [parse("4:3:1", num_requests=2), parse("4:3:2", num_requests=2)]
     engine = FakeEngine(Clock(), fail_at=5)
     result, _ = run_bench(ThroughputBench(loads=loads), context(lambda: engine), tmp_path)
-    rows = sweep_rows(result)
+    rows = rows_of(result, "sweep")
     assert [row["state"] for row in rows] == ["failed", "ok"]
     assert rows[0]["reason"] == "out of host memory"
     assert rows[1]["output_tokens_per_s"] > 0

@@ -20,7 +20,7 @@ from kllm.config import EngineConfig
 from kllm.errors import ConfigError
 from kllm.parallel.expert_counts import ROUTING, MeasuredRouting
 from kllm.parallel.expert_placement import balanced, in_order
-from kllm.results.schema import RunResult
+from tests.bench.rows import rows_of
 
 TINY = EngineConfig(model="deepseek-v4", scale="tiny", device="cpu")
 LOAD = Workload(isl=Lengths(5, 20), osl=Lengths(4), num_requests=6, concurrency=3)
@@ -31,14 +31,6 @@ ZIPF = Zipf(exponent=1.0, tokens=1 << 13, step_tokens=256)
 def trace(*steps: Sequence[int]) -> Trace:
     """A trace of one layer."""
     return Trace((0,), np.array(steps)[:, None])
-
-
-def rows_of(result: RunResult, name: str) -> list[dict[str, Any]]:
-    series = result.find_series(name)
-    assert series is not None
-    return [
-        dict(zip((c.name for c in series.columns), row, strict=True)) for row in series.rows or ()
-    ]
 
 
 def test_halves_have_all_steps_and_about_as_many_choices() -> None:

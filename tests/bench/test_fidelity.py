@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -28,7 +27,7 @@ from kllm.hardware.links import COLLECTIVES, LinkCeilings
 from kllm.models.load import resolve
 from kllm.parallel.layout import parse
 from kllm.parallel.link import Link
-from kllm.results.schema import RunResult
+from tests.bench.rows import rows_of
 
 POINTS = ((4096.0, 1e-4), (1e6, 1e-3))
 CEILINGS = Ceilings(
@@ -52,13 +51,6 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("kllm.hardware.cached_ceilings", lambda device: CEILINGS)
 
 
-def rows(result: RunResult, series: str) -> list[dict[str, Any]]:
-    found = result.find_series(series)
-    assert found is not None
-    names = [column.name for column in found.columns]
-    return [dict(zip(names, row, strict=True)) for row in found.rows or ()]
-
-
 def test_real_ranks_slice_and_model_are_compared_in_one_result(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -76,7 +68,7 @@ def test_real_ranks_slice_and_model_are_compared_in_one_result(
     result, _ = run_bench(bench, Context(config=TINY, repeats=2), tmp_path)
     assert result.fidelity == "modelled", "the weakest of those inside"
     for estimate, truth in bench.pairs:
-        failed, *good = rows(result, f"{estimate} of {truth}")
+        failed, *good = rows_of(result, f"{estimate} of {truth}")
         assert (failed["layout"], failed["state"]) == ("tp3", "failed")
         assert "tp 3" in failed["reason"]
         assert {row["layout"] for row in good} == {"dp2+ep2"}
@@ -86,7 +78,7 @@ def test_real_ranks_slice_and_model_are_compared_in_one_result(
     for side in ("real", "rank-slice"):
         assert len(result.metrics[f"decode_step_ms.dp2+ep2.{side}"].values) == 2
     assert result.metrics["decode_step_ms.dp2+ep2.modelled"].sample == "exact"
-    moved = rows(result, "transfers")
+    moved = rows_of(result, "transfers")
     assert [row["what"] for row in moved] == ["a request's KV", "a rank's weights"]
     assert [row["achieved_over_link"] for row in moved] == pytest.approx([0.5, 0.5]), "of 1 GB/s"
     assert any("DeepEP was not measured: deep_ep is not installed" in n for n in result.notes)
@@ -98,7 +90,7 @@ def test_real_ranks_slice_and_model_are_compared_in_one_result(
 def test_nothing_is_begun_after_the_limit(tmp_path: Path) -> None:
     bench = FidelityBench(pairs=(SLICE_OF_REAL,), load=LOAD, limit_s=1e-9)
     result, _ = run_bench(bench, Context(config=TINY, repeats=1), tmp_path)
-    found = rows(result, "rank-slice of real")
+    found = rows_of(result, "rank-slice of real")
     assert [row["layout"] for row in found] == [
         *("tp2", "dp2+ep2", "cp2 ring", "cp2 all-gather", "pp2")
     ]

@@ -11,6 +11,7 @@ from kllm.bench.overhead import OverheadBench
 from kllm.bench.run import run_bench
 from kllm.config import EngineConfig
 from kllm.parallel.layout import parse
+from tests.bench.rows import rows_of
 
 TINY = EngineConfig(model="deepseek-v4", scale="tiny", device="cpu", load="random")
 
@@ -26,10 +27,7 @@ def test_what_ranks_are_told_counts(
     bench = OverheadBench(running=2, batch=2)
     result, _ = run_bench(bench, Context(config=config, repeats=1), tmp_path)
     for name, count in (("sweep", 2), ("model", 1)):
-        series = result.find_series(name)
-        assert series is not None
-        names = [column.name for column in series.columns]
-        rows = [dict(zip(names, row, strict=True)) for row in series.rows or ()]
+        rows = rows_of(result, name)
         assert len(rows) == count
         for row in rows:
             assert "reason" not in row

@@ -18,7 +18,7 @@ from kllm.config import EngineConfig, SchedulerConfig
 from kllm.engine.engine import Engine
 from kllm.errors import ConfigError
 from kllm.hardware import Ceilings
-from tests.bench.test_benches import sweep_rows
+from tests.bench.rows import rows_of
 
 TINY = EngineConfig(model="llama-3-8b", scale="tiny", device="cpu")
 CEILINGS = Ceilings(
@@ -62,7 +62,7 @@ def test_closed_loop_serves_every_request_to_its_length() -> None:
 def test_latency_is_above_its_floor_at_every_batch(tmp_path: Path) -> None:
     bench = LatencyBench(batches=(1, 3), isl=16, osl=8)
     result, _ = run_bench(bench, Context(config=TINY, repeats=2), tmp_path)
-    rows = sweep_rows(result)
+    rows = rows_of(result, "sweep")
     assert [row["state"] for row in rows] == ["ok", "ok"]
     assert all(row["achieved_over_floor"] > 1 for row in rows)
     assert result.scale == "tiny"
@@ -73,7 +73,7 @@ def test_latency_is_above_its_floor_at_every_batch(tmp_path: Path) -> None:
 def test_throughput_counts_requests_of_both_kinds_of_load(tmp_path: Path, text: str) -> None:
     bench = ThroughputBench(loads=[parse(text, num_requests=6)])
     result, _ = run_bench(bench, Context(config=TINY, repeats=1), tmp_path)
-    [row] = sweep_rows(result)
+    [row] = rows_of(result, "sweep")
     assert row["state"] == "ok"
     requests = result.find_series("requests")
     assert requests is not None
@@ -89,7 +89,7 @@ def test_a_load_beyond_the_kv_memory_is_marked(tmp_path: Path) -> None:
         cache=type(TINY.cache)(memory_bytes=640_000),
     )
     result, _ = run_bench(bench, Context(config=small, repeats=1), tmp_path)
-    states = [row["state"] for row in sweep_rows(result)]
+    states = [row["state"] for row in rows_of(result, "sweep")]
     assert states[0] == "ok"
     assert states[-1] == "failed"
 
@@ -97,7 +97,7 @@ def test_a_load_beyond_the_kv_memory_is_marked(tmp_path: Path) -> None:
 def test_overhead_is_reported_for_both_parts(tmp_path: Path) -> None:
     bench = OverheadBench(running=3, batch=2)
     result, _ = run_bench(bench, Context(config=TINY, repeats=1), tmp_path)
-    assert [row["running"] for row in sweep_rows(result)] == [1, 2, 3]
+    assert [row["running"] for row in rows_of(result, "sweep")] == [1, 2, 3]
     assert 0 < result.metrics["overhead_share.batch2"].values[0] < 1
     assert result.verdict is not None
     assert "limit" in result.verdict

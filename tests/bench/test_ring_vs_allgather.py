@@ -26,6 +26,7 @@ from kllm.models.load import resolve
 from kllm.models.shape import model_shape
 from kllm.results.claims import side_by_side
 from kllm.results.schema import RunResult
+from tests.bench.rows import rows_of
 from tests.models.glm_moe_dsa_logits import GLM
 
 TINY = EngineConfig(model="glm-5.2", scale="tiny", device="cpu")
@@ -54,17 +55,10 @@ def run(made: RingVsAllGatherBench, folder: Path, fidelity: str, repeats: int = 
     return run_bench(made, Context(config=config, repeats=repeats), folder)[0]
 
 
-def rows(result: RunResult, name: str) -> list[dict[str, Any]]:
-    series = result.find_series(name)
-    assert series is not None
-    names = [column.name for column in series.columns]
-    return [dict(zip(names, row, strict=True)) for row in series.rows or ()]
-
-
 def test_all_ranks_run_in_processes_of_their_own(tmp_path: Path) -> None:
     result = run(bench(), tmp_path, "auto")
     assert result.fidelity == "real"
-    sweep = rows(result, "sweep")
+    sweep = rows_of(result, "sweep")
     assert [(row["link"], row["prompt_tokens"]) for row in sweep] == [("real", 300), ("real", 1024)]
     for row in sweep:
         assert row["state"] == "ok"
@@ -76,7 +70,7 @@ def test_all_ranks_run_in_processes_of_their_own(tmp_path: Path) -> None:
     assert sweep[1]["ratio"] == pytest.approx(speeds[0] / speeds[1]), "as the throughputs say"
     assert speeds[2] > 0
     assert result.find_series("exposure") is None, "real transfers are not watched"
-    assert all(row["measured_over_mean"] is None for row in rows(result, "balance"))
+    assert all(row["measured_over_mean"] is None for row in rows_of(result, "balance"))
     assert any("not measured then" in note for note in result.notes)
     [claimed] = side_by_side([result])
     assert claimed.status == "not measured"
@@ -86,34 +80,34 @@ def test_a_slice_tells_links_apart_and_what_they_expose(tmp_path: Path) -> None:
     links = ("nvlink4", "1e-4:2e6")
     result = run(bench(models=("llama-3-8b", "glm-5.2"), links=links), tmp_path, "rank-slice", 1)
     assert result.fidelity == "rank-slice"
-    sweep = {(r["model"], r["link"], r["prompt_tokens"]): r for r in rows(result, "sweep")}
+    sweep = {(r["model"], r["link"], r["prompt_tokens"]): r for r in rows_of(result, "sweep")}
     assert len(sweep) == 2 * 2 * 2
     for model in ("llama-3-8b", "glm-5.2"):
         fast, slow = (sweep[model, link, 1024] for link in links)
         for kind in KINDS:
             assert slow[f"{kind}_tokens_per_s"] < fast[f"{kind}_tokens_per_s"]
-    for row in rows(result, "exposure"):
+    for row in rows_of(result, "exposure"):
         if row["link"] == links[1]:
             assert row["all_gather_exposed_share"] > 0.95
             assert row["ring_exposed_s"] > 0
             # A ring sends as many bytes, in calls that wait for each other.
             assert row["ring_transfer_s"] >= 0.99 * row["all_gather_transfer_s"]
             assert row["all_gather_transfer_s"] > row["replicated_transfer_s"]
-    memory = {(r["model"], r["prompt_tokens"]): r for r in rows(result, "memory")}
+    memory = {(r["model"], r["prompt_tokens"]): r for r in rows_of(result, "memory")}
     big = memory["llama-3-8b", 1024]
     assert big["kv_gib"] == pytest.approx(big["replicated_kv_gib"] / 2, rel=1e-6)
     assert big["all_gather_peak_gib"] > big["ring_peak_gib"] > big["kv_gib"]
     assert any("for up to 2 times the KV memory" in note for note in result.notes)
-    chosen = rows(result, "predictions")
+    chosen = rows_of(result, "predictions")
     assert len(chosen) == len(sweep)
     assert {row["auto"] for row in chosen} <= {"ring", "all_gather"}
-    balance = {(r["model"], r["prompt_tokens"]): r for r in rows(result, "balance")}
+    balance = {(r["model"], r["prompt_tokens"]): r for r in rows_of(result, "balance")}
     for model in ("llama-3-8b", "glm-5.2"):
         assert balance[model, 300]["measured_over_mean"] is None
         assert balance[model, 1024]["measured_over_mean"] >= 1
         assert balance[model, 1024]["measured_steps"] == 2, "the last one hands the prompt over"
     assert any("times as long as the mean rank" in note for note in result.notes)
-    assert {row["entries"] for row in rows(result, "overlap")} == {
+    assert {row["entries"] for row in rows_of(result, "overlap")} == {
         "keys and values",
         "index keys",
         "selected latents",
@@ -134,13 +128,13 @@ def test_lengths_that_do_not_fit_are_marked_and_the_ring_goes_on(
     room = 1100 * spec.bytes_per_token("float32")
     monkeypatch.setattr(SharedPrompt, "free_bytes", lambda self: room / ring_arms.KV_SHARE)
     result = run(bench(isls=(1024, 2048, 8192)), tmp_path, "rank-slice", repeats=1)
-    sweep = rows(result, "sweep")
+    sweep = rows_of(result, "sweep")
     assert [row["state"] for row in sweep] == ["ok", "ok", "failed"]
     assert sweep[1]["ratio"] > 0
     assert sweep[1]["replicated_tokens_per_s"] is None
     assert sweep[1]["reason"].startswith("replicated: needs")
     assert sweep[2]["reason"] == "the model has 4096 positions"
-    memory = rows(result, "memory")
+    memory = rows_of(result, "memory")
     assert [row["prompt_tokens"] for row in memory] == [1024, 2048]  # nothing is said of the last
     assert memory[1]["replicated_peak_gib"] is None
     assert memory[1]["replicated_kv_gib"] > memory[1]["kv_gib"]
@@ -159,14 +153,14 @@ def test_an_interrupt_keeps_the_rounds_that_are_complete(tmp_path: Path) -> None
     ctx = Context(config=config, repeats=5, progress=progress)
     result, _ = run_bench(bench(models=("llama-3-8b",)), ctx, tmp_path)
     assert result.extra == {"interrupted": True}
-    assert [row["state"] for row in rows(result, "sweep")] == ["ok", "ok"]
+    assert [row["state"] for row in rows_of(result, "sweep")] == ["ok", "ok"]
     assert len(result.metrics["ring_s.llama-3-8b.cp2.chunk256.nvlink4.isl1024"].values) == 2
 
 
 def test_a_limit_ends_the_rounds_of_a_layout_after_the_first(tmp_path: Path) -> None:
     made = bench(models=("llama-3-8b",), isls=(300,), limit_s=1e-3)
     result = run(made, tmp_path, "rank-slice", repeats=3)
-    assert rows(result, "balance")[0]["measured_over_mean"] is None
+    assert rows_of(result, "balance")[0]["measured_over_mean"] is None
     assert len(result.metrics["ring_s.llama-3-8b.cp2.chunk256.nvlink4.isl300"].values) == 1
     assert any("1 of 3 rounds fit the limit of 0.001 s" in note for note in result.notes)
     assert any("so in 1 of 1 points" in note for note in result.notes)
@@ -195,7 +189,7 @@ def test_a_layout_that_cannot_be_built_does_not_end_the_sweep(
 
     monkeypatch.setattr("kllm.bench.ring_vs_allgather.SharedPrompt", build)
     both_chunks = bench(models=("llama-3-8b",), isls=(300,), chunks=(512, 256))
-    sweep = rows(run(both_chunks, tmp_path, "rank-slice", repeats=1), "sweep")
+    sweep = rows_of(run(both_chunks, tmp_path, "rank-slice", repeats=1), "sweep")
     assert [(row["chunk"], row["state"]) for row in sweep] == [(512, "failed"), (256, "ok")]
     assert sweep[0]["reason"] == "a step of 512 tokens does not fit"
     with pytest.raises(CapacityError, match="does not fit"):
@@ -289,7 +283,7 @@ def test_findings_name_the_boundary_and_where_the_claim_is_reproduced(tmp_path: 
     assert "ib400 link: a ring is slower in the swept range, ISL 128K to 512K." in (result.boundary)
     assert "nvlink4 link: a ring wins from ISL 256K on." in result.boundary
     assert "ISL 512K: a ring wins from bandwidth 101 GB/s on." in result.boundary
-    claims = {row["link"]: row for row in rows(result, "claim")}
+    claims = {row["link"]: row for row in rows_of(result, "claim")}
     assert claims["ib400"]["status"] == "not reproduced"
     assert claims["ib400"]["measured_pct"] == pytest.approx(-10)
     assert claims["nvlink4"]["status"] == "reproduced"
@@ -347,11 +341,11 @@ def test_one_run_shows_sparse_and_dense_attention_of_a_model(tmp_path: Path) -> 
     made = bench(models=(str(folder),), attentions=("model", "dense"), isls=(96, 192), chunks=(64,))
     ctx = Context(config=choose(config, "rank-slice", 2), repeats=1)
     result, _ = run_bench(made, ctx, tmp_path / "results")
-    found = [(r["model"], r["attention"], r["state"]) for r in rows(result, "sweep")]
+    found = [(r["model"], r["attention"], r["state"]) for r in rows_of(result, "sweep")]
     assert found == [("small-glm", "DSA", "ok")] * 2 + [("small-glm-dense", "MLA", "ok")] * 2
-    assert {r["entries"] for r in rows(result, "overlap") if r["model"] == "small-glm-dense"} == {
-        "latents"
-    }
+    assert {
+        r["entries"] for r in rows_of(result, "overlap") if r["model"] == "small-glm-dense"
+    } == {"latents"}
 
 
 @pytest.mark.parametrize(

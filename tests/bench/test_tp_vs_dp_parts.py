@@ -22,6 +22,7 @@ from kllm.results.claims import side_by_side
 from kllm.results.schema import RunResult
 from kllm.scheduler.placement import least_loaded
 from kllm.scheduler.scheduler import Scheduler
+from tests.bench.rows import rows_of
 
 
 @pytest.fixture(scope="module")
@@ -29,13 +30,6 @@ def computed(tmp_path_factory: pytest.TempPathFactory) -> RunResult:
     result, path = CapacityBench().run(tmp_path_factory.mktemp("capacity"))
     assert path.exists()
     return result
-
-
-def rows_of(result: RunResult, name: str) -> list[dict[str, object]]:
-    series = result.find_series(name)
-    assert series is not None
-    names = [column.name for column in series.columns]
-    return [dict(zip(names, row, strict=True)) for row in series.rows or ()]
 
 
 def test_every_published_capacity_is_reproduced(computed: RunResult) -> None:

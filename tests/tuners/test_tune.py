@@ -62,8 +62,7 @@ def test_dying_workers_are_failed_trials_and_the_study_goes_on(tmp_path: Path) -
     assert tuned.result is not None
     trials = tuned.result.find_series("trials")
     assert trials is not None
-    names = [column.name for column in trials.columns]
-    rows = [dict(zip(names, row, strict=True)) for row in trials.rows or ()]
+    rows = trials.to_dicts()
     failed = [row for row in rows if row["state"] == "failed"]
     assert 0 < len(failed) < len(rows)
     assert all("SIGKILL" in row["reason"] for row in failed)
