@@ -25,6 +25,7 @@ from kllm.parallel.sequence import local_plan
 from kllm.parallel.single import Done
 from tests.attention.attention_only import VOCAB, GroupedQueries, Latents
 from tests.attention.sequence_harness import SequenceHarness
+from tests.models.harness import without_data
 from tests.parallel.threads import ThreadComm, run_ranks
 from tests.tolerances import TOLERANCE
 
@@ -222,8 +223,8 @@ def kv_bytes(name: str, ranks: int, local: int, kind: str) -> tuple[int, int]:
     ):
         harness.step({0: range(ranks * local)})
     pages = int((harness.tables[-1, 0] > 0).sum())
-    per_page = sum(pool_pages.nbytes for pool_pages in harness.pools[-1]._tensors.values())
-    return counted.most, pages * per_page // harness.pools[-1].num_pages
+    pool = harness.pools[-1]
+    return counted.most, pages * pool.nbytes() // pool.num_pages
 
 
 @pytest.mark.parametrize("name", ["gqa", "mla"])
@@ -296,8 +297,7 @@ def test_attention_to_shared_prompts_looks_at_no_value_on_the_host(name: str, ki
     ctx.sequence = replace(ctx.sequence, block_tables=ctx.sequence.block_tables.to(meta))
     for field in ("token_ids", "positions", "request_index", "block_tables", "places"):
         setattr(ctx, field, getattr(ctx, field).to(meta))
-    for key, tensor in ctx.pool._tensors.items():
-        ctx.pool._tensors[key] = tensor.to(meta)
+    ctx.pool = without_data(ctx.pool)
 
     def put(array: NDArray[Any], device: torch.device) -> Tensor:
         return torch.tensor(array, device=device)

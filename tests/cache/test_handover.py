@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from kllm.cache.pool import KVPool
 from kllm.cache.shards import held_slots, page_slots
 from kllm.cache.spec import CacheSpec, PagedState
 from kllm.models.base import CausalLM
@@ -40,6 +41,11 @@ def values(state: PagedState, request: int, layer: int) -> Tensor:
     return torch.randn(count, state.heads, ENTRY.width, generator=generator)
 
 
+def all_pages(pool: KVPool) -> list[Tensor]:
+    """Of every state and layer."""
+    return [pool.pages(state.name, n) for state in pool.spec.paged for n in state.layers]
+
+
 def step_of(harness: SequenceHarness, rank: int, request: int) -> tuple[SequenceStep, Tensor]:
     """A step that ends one request, and the rank's table of it."""
     table = harness.tables[rank, request : request + 1]
@@ -66,9 +72,7 @@ def test_owners_get_every_entry(ranks: int, kv_dtype: str) -> None:
                 own = torch.from_numpy(harness.stripes.rank_of(starts) == rank)
                 for layer in state.layers:
                     pool.write(state.name, layer, slots, values(state, request, layer)[own])
-    before = [
-        {key: tensor.clone() for key, tensor in pool._tensors.items()} for pool in harness.pools
-    ]
+    before = [[pages.clone() for pages in all_pages(pool)] for pool in harness.pools]
     harness.finish(range(3))
     for request, owner in enumerate(owners):
         pool = harness.pools[owner]
@@ -81,5 +85,5 @@ def test_owners_get_every_entry(ranks: int, kv_dtype: str) -> None:
                 want = pool.unpack(state.name, pool.pack(state.name, values(state, request, layer)))
                 assert torch.equal(pool.read(state.name, layer, slots), want)
     for rank in set(range(ranks)) - set(owners):
-        for key, tensor in harness.pools[rank]._tensors.items():
-            assert torch.equal(tensor, before[rank][key])
+        for pages, unchanged in zip(all_pages(harness.pools[rank]), before[rank], strict=True):
+            assert torch.equal(pages, unchanged)

@@ -12,6 +12,19 @@ from kllm.core import Plan
 from kllm.models.base import CausalLM
 
 
+def without_data(pool: KVPool) -> KVPool:
+    """A pool like this one, for one request's state, on PyTorch's meta device."""
+    return KVPool(
+        pool.spec,
+        num_pages=pool.num_pages,
+        page_size=pool.page_size,
+        max_batch=1,
+        kv_dtype=pool.kv_dtype,
+        compute_dtype=pool.compute_dtype,
+        device=torch.device("meta"),
+    )
+
+
 class Harness:
     """Requests with shuffled pages and state rows, so that wrong indexing cannot hide."""
 
