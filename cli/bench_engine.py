@@ -1,10 +1,10 @@
 """Benches of one engine: `kllm bench latency`, `throughput`, `overhead` and their like."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from kllm.cli.bench_run import BenchOptions, run_and_show
+from kllm.cli.bench_run import BenchOptions, chosen_workload, run_and_show, sizes_are_small
 from kllm.cli.options import (
     DEFAULT_OUTPUT,
     AsJson,
@@ -24,17 +24,12 @@ from kllm.cli.options import (
     integers,
 )
 
-if TYPE_CHECKING:
-    from kllm.config import EngineConfig
-
 
 def latency(
     model: Model = "smollm2-135m",
-    batch: Annotated[
-        str, typer.Option(help="Batch sizes, as in 1,4,16; default: doubling by machine.")
-    ] = "",
-    isl: Annotated[int, typer.Option(help="Prompt tokens; 0: by machine.")] = 0,
-    osl: Annotated[int, typer.Option(help="Output tokens; 0: by machine.")] = 0,
+    batch: Annotated[str, typer.Option(help="Batch sizes, as in 1,4,16; default: automatic.")] = "",
+    isl: Annotated[int, typer.Option(help="Prompt tokens; 0: automatic.")] = 0,
+    osl: Annotated[int, typer.Option(help="Output tokens; 0: automatic.")] = 0,
     token_budget: Annotated[int, typer.Option(min=1, help="Tokens a step may hold.")] = 2048,
     scale: Scale = "auto",
     load: Load = "auto",
@@ -54,7 +49,7 @@ def latency(
     from kllm.bench.base import BENCHES, doubling
 
     options = BenchOptions.of(locals())
-    small = _small(options.config())
+    small = sizes_are_small(options.config())
     bench = BENCHES["latency"].load()(
         batches=integers("--batch", batch) if batch else doubling(16 if small else 256),
         isl=isl or (64 if small else 512),
@@ -66,10 +61,14 @@ def latency(
 def throughput(
     model: Model = "smollm2-135m",
     concurrency: Annotated[
-        str, typer.Option(help="Requests in flight, as in 1,8,64; default: by machine.")
+        str, typer.Option(help="Requests in flight, as in 1,8,64; default: automatic.")
     ] = "",
-    isl: Annotated[str, typer.Option(help="Prompt tokens, 512 or 256-768; by machine.")] = "",
-    osl: Annotated[str, typer.Option(help="Output tokens, 128 or 64-192; by machine.")] = "",
+    isl: Annotated[
+        str, typer.Option(help="Prompt tokens, 512 or 256-768; default: automatic.")
+    ] = "",
+    osl: Annotated[
+        str, typer.Option(help="Output tokens, 128 or 64-192; default: automatic.")
+    ] = "",
     workload: Annotated[
         list[str] | None,
         typer.Option(
@@ -101,18 +100,15 @@ def throughput(
     from kllm.errors import ConfigError
 
     options = BenchOptions.of(locals())
-    config = options.config()
-    small = _small(config)
-    count = requests or None
+    config, count = options.config(), requests or None
     if workload and (concurrency or isl or osl):
-        raise ConfigError("--workload replaces --concurrency, --isl and --osl; give one or other")
+        raise ConfigError(
+            "--workload replaces --concurrency, --isl and --osl; give one or the other"
+        )
     if workload:
-        most = _max_model_len(config)
-        loads = [
-            workloads.choose(text, max_model_len=most, small=small, num_requests=count, seed=seed)
-            for text in workload
-        ]
+        loads = [chosen_workload(config, text, num_requests=count) for text in workload]
     else:
+        small = sizes_are_small(config)
         tokens = f"{isl or (64 if small else 1024)}:{osl or (16 if small else 128)}"
         sizes = integers("--concurrency", concurrency) if concurrency else None
         loads = [
@@ -186,19 +182,3 @@ def compare_power(
         pairs=pairs, tries=tries, slowdown=slowdown, interleaved=interleaved
     )
     run_and_show(bench, options)
-
-
-def _small(config: "EngineConfig") -> bool:
-    """Whether default sizes are cut for this model on this machine."""
-    from kllm.bench.base import is_small
-    from kllm.models.load import resolve
-
-    resolved = resolve(config)
-    return is_small(resolved.scale, resolved.device)
-
-
-def _max_model_len(config: "EngineConfig") -> int:
-    """Positions of the model."""
-    from kllm.models.load import resolve
-
-    return int(resolve(config).config.max_position_embeddings)

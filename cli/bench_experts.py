@@ -1,10 +1,10 @@
-"""`kllm bench expert-balance`: where experts lie, how often, and what that gains."""
+"""`kllm bench expert-balance`: on which ranks experts lie, in how many copies, what that gains."""
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from kllm.cli.bench_run import BenchOptions, run_and_show
+from kllm.cli.bench_run import BenchOptions, chosen_workload, run_and_show
 from kllm.cli.options import (
     DEFAULT_OUTPUT,
     AsJson,
@@ -19,10 +19,6 @@ from kllm.cli.options import (
     integers,
 )
 
-if TYPE_CHECKING:
-    from kllm.bench.workloads import Workload
-    from kllm.config import EngineConfig
-
 REAL, WORKLOAD = "real", "chat"
 
 
@@ -33,11 +29,14 @@ def expert_balance(
         str, typer.Option(help="Redundant experts of a layer, as in 0,8,16.")
     ] = "0,8,16,32",
     trace: Annotated[
-        str, typer.Option(help="real: count a run's routing; zipf:1.0: draw it with that exponent.")
+        str,
+        typer.Option(help="real: routing counted in a run; zipf:1.0: drawn with that exponent."),
     ] = REAL,
     workload: Annotated[
         str,
-        typer.Option(help="What a real trace runs: chat, ..., ISL:OSL:C or a trace file; chat."),
+        typer.Option(
+            help="What a real trace runs: chat (default), ..., ISL:OSL:C or a file of requests."
+        ),
     ] = "",
     gpu: Annotated[
         str, typer.Option(help="GPU for the cost of copies: h100, h200, b200 or b300.")
@@ -55,32 +54,26 @@ def expert_balance(
     output: Output = DEFAULT_OUTPUT,
     as_json: AsJson = False,
 ) -> None:
-    """Predict the load of expert ranks by measured routing, and what redundant experts cost."""
+    """Predict the load of expert ranks from measured routing, and what redundant experts cost."""
     from kllm.bench.base import BENCHES
     from kllm.bench.expert_balance_trace import Zipf
     from kllm.errors import ConfigError
 
     if trace != REAL and workload:
-        raise ConfigError("--workload is what a real trace runs; leave it out, or --trace")
+        raise ConfigError(
+            "--workload is what a real trace runs; give --workload or --trace, not both"
+        )
     if trace != REAL and scale == "auto":
         scale = "full"
     options = BenchOptions.of(locals())
-    source = Zipf.parse(trace) if trace != REAL else _workload(options.config(), workload)
-    made = BENCHES["expert-balance"].load()(
-        ep=ep, redundant=integers("--redundant", redundant), trace=source, gpu=gpu
+    bench = BENCHES["expert-balance"].load()(
+        ep=ep,
+        redundant=integers("--redundant", redundant),
+        trace=(
+            chosen_workload(options.config(), workload or WORKLOAD)
+            if trace == REAL
+            else Zipf.parse(trace)
+        ),
+        gpu=gpu,
     )
-    run_and_show(made, options)
-
-
-def _workload(config: "EngineConfig", text: str) -> "Workload":
-    from kllm.bench.base import is_small
-    from kllm.bench.workloads import choose
-    from kllm.models.load import resolve
-
-    resolved = resolve(config)
-    return choose(
-        text or WORKLOAD,
-        max_model_len=resolved.config.max_position_embeddings,
-        small=is_small(resolved.scale, resolved.device),
-        seed=config.seed,
-    )
+    run_and_show(bench, options)

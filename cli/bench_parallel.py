@@ -35,11 +35,11 @@ def fidelity(
     scale: Annotated[
         str, typer.Option(help="Model scale; auto: whole weights fit a GPU twice, tiny on a CPU.")
     ] = "auto",
-    isl: Annotated[int, typer.Option(min=0, help="Prompt tokens; 0: by machine.")] = 0,
-    osl: Annotated[int, typer.Option(min=0, help="Output tokens; 0: by machine.")] = 0,
-    requests: Annotated[int, typer.Option(min=0, help="Requests at once; 0: by machine.")] = 0,
+    isl: Annotated[int, typer.Option(min=0, help="Prompt tokens; 0: automatic.")] = 0,
+    osl: Annotated[int, typer.Option(min=0, help="Output tokens; 0: automatic.")] = 0,
+    requests: Annotated[int, typer.Option(min=0, help="Requests at once; 0: automatic.")] = 0,
     token_budget: Annotated[
-        int, typer.Option(min=0, help="Tokens a step may hold; 0: by machine.")
+        int, typer.Option(min=0, help="Tokens a step may hold; 0: automatic.")
     ] = 0,
     limit_s: Annotated[
         float, typer.Option(min=0, help="Seconds after which no layout is begun; 0: no limit.")
@@ -90,16 +90,16 @@ def ring_vs_allgather(
         typer.Option(help="model, or dense: without its indexer; or both, as in model,dense."),
     ] = "model",
     isl: Annotated[
-        str, typer.Option(help="Prompt tokens, as in 32K,128K,1M; default: by machine.")
+        str, typer.Option(help="Prompt tokens, as in 32K,128K,1M; default: automatic.")
     ] = "",
     cp: Annotated[
-        str, typer.Option(help="Context-parallel ranks, as in 2,8; default: by machine.")
+        str, typer.Option(help="Context-parallel ranks, as in 2,8; default: automatic.")
     ] = "",
     link: Annotated[
         str, typer.Option(help="Links of rank-slices, by name or as SECONDS:BYTES/S.")
     ] = "nvlink4,nvlink5,pcie5,ib400",
     chunk: Annotated[
-        str, typer.Option(help="Tokens of a step, as in 8K,32K; default: by machine.")
+        str, typer.Option(help="Tokens of a step, as in 8K,32K; default: automatic.")
     ] = "",
     fidelity: Annotated[
         str, typer.Option(help="real, rank-slice, or auto: real where there is a device a rank.")
@@ -112,7 +112,7 @@ def ring_vs_allgather(
     dtype: Dtype = "auto",
     kv_dtype: KvDtype = "auto",
     limit: Annotated[
-        float, typer.Option(min=0, help="Seconds for the rounds of a layout; 0: by machine.")
+        float, typer.Option(min=0, help="Seconds for the rounds of a layout; 0: automatic.")
     ] = 0.0,
     repeats: Repeats = 3,
     seed: Seed = 0,
@@ -148,23 +148,25 @@ def ring_vs_allgather(
 
 def tp_vs_dp_attention(
     model: Model = "deepseek-v4",
-    world: Annotated[int, typer.Option(min=0, help="Ranks of a layout; 0: by machine.")] = 0,
+    world: Annotated[int, typer.Option(min=0, help="Ranks of a layout; 0: automatic.")] = 0,
     in_flight: Annotated[
-        str, typer.Option(help="Requests that arrive at once, as in 8,64; default: by machine.")
+        str, typer.Option(help="Requests that arrive at once, as in 8,64; default: automatic.")
     ] = "",
-    isl: Annotated[str, typer.Option(help="Prompt tokens, as in 512,2048; by machine.")] = "",
-    osl: Annotated[int, typer.Option(min=0, help="Output tokens; 0: by machine.")] = 0,
+    isl: Annotated[
+        str, typer.Option(help="Prompt tokens, as in 512,2048; default: automatic.")
+    ] = "",
+    osl: Annotated[int, typer.Option(min=0, help="Output tokens; 0: automatic.")] = 0,
     skewed: Annotated[
-        int, typer.Option(min=0, help="Requests of the skewed loads; 0: by machine.")
+        int, typer.Option(min=0, help="Requests of the skewed loads; 0: automatic.")
     ] = 0,
     step_tokens: Annotated[
-        int, typer.Option(min=0, help="Tokens of a step over all ranks; 0: by machine.")
+        int, typer.Option(min=0, help="Tokens of a step over all ranks; 0: automatic.")
     ] = 0,
     limit: Annotated[
-        float, typer.Option(min=0, help="Seconds for the sweep of a layout; 0: by machine.")
+        float, typer.Option(min=0, help="Seconds for the sweep of a layout; 0: automatic.")
     ] = 0.0,
     kv_mib: Annotated[
-        int, typer.Option("--kv-memory", min=0, help="KV memory of a rank, MiB; 0: by machine.")
+        int, typer.Option("--kv-memory", min=0, help="KV memory of a rank, MiB; 0: automatic.")
     ] = 0,
     capacity_only: Annotated[
         bool, typer.Option("--capacity-only", help="Only compute the published KV capacities.")
@@ -179,7 +181,7 @@ def tp_vs_dp_attention(
     ] = "auto",
     link: LinkName = "nvlink4",
     repeats: Annotated[
-        int, typer.Option(min=0, help="Measurements of each point; 0: by machine.")
+        int, typer.Option(min=0, help="Measurements of each point; 0: automatic.")
     ] = 0,
     seed: Seed = 0,
     output: Output = DEFAULT_OUTPUT,

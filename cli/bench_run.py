@@ -13,6 +13,7 @@ from kllm.cli.console import INTERRUPTED, err, interrupted
 
 if TYPE_CHECKING:
     from kllm.bench.base import Bench
+    from kllm.bench.workloads import Workload
     from kllm.config import EngineConfig
     from kllm.results.schema import RunResult
 
@@ -62,6 +63,31 @@ class BenchOptions:
             link=self.link,
             expert_placement=self.expert_placement,
         )
+
+
+def sizes_are_small(config: "EngineConfig") -> bool:
+    """Whether default sizes are cut for this model on this machine."""
+    from kllm.bench.base import is_small
+    from kllm.models.load import resolve
+
+    resolved = resolve(config)
+    return is_small(resolved.scale, resolved.device)
+
+
+def chosen_workload(
+    config: "EngineConfig", text: str, num_requests: int | None = None
+) -> "Workload":
+    """What a user means by a workload, for this model (see `kllm.bench.workloads.choose`)."""
+    from kllm.bench.workloads import choose
+    from kllm.models.load import resolve
+
+    return choose(
+        text,
+        max_model_len=resolve(config).config.max_position_embeddings,
+        small=sizes_are_small(config),
+        num_requests=num_requests,
+        seed=config.seed,
+    )
 
 
 def run_and_show(
