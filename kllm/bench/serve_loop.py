@@ -16,7 +16,7 @@ import numpy as np
 
 from kllm.bench.timing import out_of_memory
 from kllm.bench.workloads import WorkItem, Workload
-from kllm.core import FinishReason, Request, SamplingParams
+from kllm.core import Request, SamplingParams
 
 
 class StepCounts(Protocol):
@@ -116,7 +116,6 @@ class Progress:
     finished: Sequence[RequestRow]  # requests that ended in this step
     num_requests: int  # of the whole workload
     first_tokens: Sequence[float] = ()  # TTFT (s) of requests whose first token came in this step
-    oldest_wait_s: float = 0.0  # longest time that a request has waited without a first token
 
 
 Observer = Callable[[Progress], str | None]
@@ -158,14 +157,6 @@ class WorkloadRun:
         """Finished requests over the duration."""
         return self._per_second(len(self.rows))
 
-    def meeting(self, *, ttft_s: float = math.inf, tpot_s: float = math.inf) -> int:
-        """Finished requests that met both limits."""
-        return sum(meets(row, ttft_s=ttft_s, tpot_s=tpot_s) for row in self.rows)
-
-    def goodput(self, *, ttft_s: float = math.inf, tpot_s: float = math.inf) -> float:
-        """Requests a second that met both limits."""
-        return self._per_second(self.meeting(ttft_s=ttft_s, tpot_s=tpot_s))
-
     def percentile(self, name: str, q: float) -> float:
         """Percentile `q` in 0..100 of a row's `ttft_s`, `tpot_s` or `e2e_s`; NaN without rows."""
         values = [v for row in self.rows if (v := getattr(row, name)) is not None]
@@ -178,12 +169,6 @@ class WorkloadRun:
 
     def _per_second(self, count: float) -> float:
         return count / self.duration_s if self.duration_s > 0 else 0.0
-
-
-def meets(row: RequestRow, *, ttft_s: float = math.inf, tpot_s: float = math.inf) -> bool:
-    """Whether a request ran to its end within both limits."""
-    fine = row.finish in (FinishReason.LENGTH, FinishReason.STOP)
-    return fine and row.ttft_s <= ttft_s and (row.tpot_s is None or row.tpot_s <= tpot_s)
 
 
 def run_workload(
@@ -328,13 +313,11 @@ class _Loop:
             finished=len(self.run.rows),
         )
         self.run.steps.append(sample)
-        waits = (now - f.arrival_s for f in self.flying.values() if f.tokens == 0)
         return Progress(
             sample=sample,
             finished=finished,
             num_requests=self.workload.num_requests,
             first_tokens=first_tokens,
-            oldest_wait_s=max(waits, default=0.0),
         )
 
     def _finish(self, flight: _InFlight, now: float) -> RequestRow:
