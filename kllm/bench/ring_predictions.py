@@ -16,8 +16,8 @@ from kllm.parallel.overlap import (
     ALL_GATHER,
     RING,
     AttentionShape,
-    Chunk,
     Phase,
+    PromptChunk,
     Setting,
     Times,
     crossings,
@@ -113,7 +113,7 @@ def overlap(sweep: Sweep, isl: int, link: str) -> Iterator[dict[str, Any]]:
     """
     setting = sweep.setting(link)
     new = min(sweep.chunk, isl)
-    chunk = Chunk(new=new, cached=isl - new)
+    chunk = PromptChunk(new=new, cached=isl - new)
     told: list[Phase] = []
     for kind in sweep.attention:
         for phase in kind.phases:

@@ -12,7 +12,7 @@ from kllm.parallel.link import Link
 from kllm.parallel.overlap import (
     ACHIEVED,
     BLOCK_CALL_S,
-    Chunk,
+    PromptChunk,
     Setting,
     Times,
     choose_cp_kind,
@@ -212,7 +212,7 @@ def _sequence(
         faster = replace(setting, link=link)
         return predict_prompt(shape.attention, faster, tokens=load.tokens, cached=load.cached)
 
-    chunk = Chunk(new=load.tokens, cached=load.cached)
+    chunk = PromptChunk(new=load.tokens, cached=load.cached)
     times = by_tokens(load.tokens)
     block = (load.tokens + load.cached) / layout.cp
     return Sequence(

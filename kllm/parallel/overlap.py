@@ -90,7 +90,7 @@ class Setting:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Chunk:
+class PromptChunk:
     """Tokens of a prompt that run in one step."""
 
     new: int  # T
@@ -144,9 +144,8 @@ def pass_q_share(phase: Phase, setting: Setting) -> float:
     are partial outputs, which have to travel back to the ranks that own the rows. At 1, every step
     of a prompt would send less.
     """
-    element = (
-        4 if setting.kv_dtype == "float32" else 2
-    )  # packed entries are 16 bits to compute with
+    # Queries are never packed: they travel in the 16 bits that packed entries are computed in.
+    element = 4 if setting.kv_dtype == "float32" else 2
     query = phase.query_width * element / (setting.tp if phase.split_work else 1)
     return min(1.0, _entry_bytes(phase, setting) / phase.tokens_per_entry / query)
 
@@ -173,7 +172,7 @@ def hiding_rows(
     return wanted / row if row else math.inf
 
 
-def hiding_bandwidth(phase: Phase, chunk: Chunk, setting: Setting) -> float:
+def hiding_bandwidth(phase: Phase, chunk: PromptChunk, setting: Setting) -> float:
     """Bytes a second from which a ring step of `phase` hides its transfer; latency as the link's.
 
     Returns:
@@ -184,7 +183,7 @@ def hiding_bandwidth(phase: Phase, chunk: Chunk, setting: Setting) -> float:
     return _entry_bytes(phase, setting) * entries / left if left > 0 else math.inf
 
 
-def predict(attention: AttentionShape, chunk: Chunk, setting: Setting) -> Times:
+def predict(attention: AttentionShape, chunk: PromptChunk, setting: Setting) -> Times:
     """The kinds' times of one layer's attention on one chunk."""
     *first, last = attention.phases
     forms = [last] if attention.other_form is None else [last, attention.other_form]
@@ -209,16 +208,16 @@ def predict_prompt(
         cached: tokens of a prefix that is already there.
     """
     total = Times()
-    for chunk in chunks(tokens, chunk_tokens or tokens, cached):
+    for chunk in prompt_chunks(tokens, chunk_tokens or tokens, cached):
         for kind in attention:
             total += predict(kind, chunk, setting).times(len(kind.layers))
     return total
 
 
-def chunks(tokens: int, chunk_tokens: int, cached: int = 0) -> Iterator[Chunk]:
+def prompt_chunks(tokens: int, chunk_tokens: int, cached: int = 0) -> Iterator[PromptChunk]:
     """The steps of a prompt."""
     for start in range(0, tokens, chunk_tokens):
-        yield Chunk(new=min(chunk_tokens, tokens - start), cached=cached + start)
+        yield PromptChunk(new=min(chunk_tokens, tokens - start), cached=cached + start)
 
 
 def choose_cp_kind(
@@ -269,7 +268,7 @@ def crossings(times: Callable[[float], Times], low: float, high: float) -> tuple
     return tuple(found)
 
 
-def _phase_times(phase: Phase, chunk: Chunk, setting: Setting) -> Times:
+def _phase_times(phase: Phase, chunk: PromptChunk, setting: Setting) -> Times:
     """Floors of one round.
 
     Ring: N steps of computing and N - 1 transfers, each beside a step. Otherwise one transfer,
@@ -297,7 +296,7 @@ def _phase_times(phase: Phase, chunk: Chunk, setting: Setting) -> Times:
     )
 
 
-def _block(phase: Phase, chunk: Chunk, setting: Setting) -> tuple[float, float]:
+def _block(phase: Phase, chunk: PromptChunk, setting: Setting) -> tuple[float, float]:
     """(seconds of computing on one block, its entries)."""
     n = setting.ranks
     split = setting.tp if phase.split_work else 1

@@ -16,7 +16,7 @@ from kllm.models.shape import model_shape
 from kllm.parallel.emulated import EmulatedComm
 from kllm.parallel.layout import parse
 from kllm.parallel.link import Link
-from kllm.parallel.overlap import Chunk, Setting, predict
+from kllm.parallel.overlap import PromptChunk, Setting, predict
 from kllm.parallel.single import SingleComm
 from kllm.parallel.traffic import Exchange, Step, busiest, expected_destinations, traffic
 from tests.models.harness import Harness
@@ -140,7 +140,7 @@ def test_ring_transfers_agree_with_the_predicted_ring() -> None:
     (stage,) = traffic(shape, layout, Step.chunk(4096, 4096))
     sent = sum(e.seconds(link) for e in stage if e.collective == "ring_shift")
     setting = Setting(ranks=4, flops=1e12, link=link)
-    chunk = Chunk(new=4096, cached=4096)
+    chunk = PromptChunk(new=4096, cached=4096)
     predicted = sum(
         predict(kind, chunk, setting).times(len(kind.layers)).ring_transfer
         for kind in shape.attention

@@ -8,18 +8,18 @@ import pytest
 from kllm.parallel.link import Link
 from kllm.parallel.overlap import (
     AttentionShape,
-    Chunk,
     Phase,
+    PromptChunk,
     Setting,
     Times,
     choose_cp_kind,
-    chunks,
     crossings,
     hiding_bandwidth,
     hiding_rows,
     pass_q_share,
     predict,
     predict_prompt,
+    prompt_chunks,
 )
 
 FLOPS = 600e12
@@ -112,7 +112,7 @@ def test_the_threshold_is_where_a_step_and_its_transfer_take_the_same_time() -> 
         rows = hiding_rows(
             phase, block_tokens=(cached + 8000) / n, setting=setting(link, n), visible=1.0
         )
-        chunk = Chunk(new=8000, cached=cached)
+        chunk = PromptChunk(new=8000, cached=cached)
         needed = hiding_bandwidth(phase, chunk, setting(link, n))
         fast_enough = link.bytes_per_s >= needed
         assert fast_enough == (chunk.new / n * chunk.visible >= rows)
@@ -120,10 +120,10 @@ def test_the_threshold_is_where_a_step_and_its_transfer_take_the_same_time() -> 
 
 def test_latency_alone_can_take_longer_than_a_step() -> None:
     slow = setting(Link(latency_s=1.0, bytes_per_s=1e12))
-    assert hiding_bandwidth(GQA, Chunk(new=64), slow) == math.inf
+    assert hiding_bandwidth(GQA, PromptChunk(new=64), slow) == math.inf
 
 
-def simulate_ring(phase: Phase, chunk: Chunk, at: Setting) -> float:
+def simulate_ring(phase: Phase, chunk: PromptChunk, at: Setting) -> float:
     """A ring in which each rank computes on a block while the next one arrives."""
     n = at.ranks
     pairs = chunk.new / n * (chunk.new + chunk.cached) / n * chunk.visible
@@ -142,7 +142,7 @@ def simulate_ring(phase: Phase, chunk: Chunk, at: Setting) -> float:
 @pytest.mark.parametrize("cached", [0, 500_000])
 @pytest.mark.parametrize("link", [NVLINK, NETWORK, Link(latency_s=1e-3, bytes_per_s=1e9)])
 def test_predicted_times_are_those_of_a_simulated_ring(ranks: int, cached: int, link: Link) -> None:
-    chunk = Chunk(new=8192, cached=cached)
+    chunk = PromptChunk(new=8192, cached=cached)
     at = replace(setting(link, ranks), call_s=5e-6)
     times = predict(AttentionShape(name="GQA", layers=(0,), phases=(GQA,)), chunk, at)
     assert times.ring == pytest.approx(simulate_ring(GQA, chunk, at))
@@ -164,13 +164,13 @@ def test_the_cheaper_form_of_a_latent_is_predicted() -> None:
     expanded = replace(LATENT, pair_flops=2.0 * H * 512, entry_flops=2.0 * H * 448 * 512)
     kind = AttentionShape(name="MLA", layers=(0,), phases=(LATENT,), other_form=expanded)
     plain, other = (replace(kind, phases=(phase,), other_form=None) for phase in (LATENT, expanded))
-    few, many = Chunk(new=64, cached=10_000), Chunk(new=65_536)
+    few, many = PromptChunk(new=64, cached=10_000), PromptChunk(new=65_536)
     assert predict(kind, few, setting()) == predict(plain, few, setting())
     assert predict(kind, many, setting()) == predict(other, many, setting())
 
 
 def test_tensor_parallelism_cuts_work_and_heads() -> None:
-    at, chunk = setting(), Chunk(new=4096)
+    at, chunk = setting(), PromptChunk(new=4096)
     gqa = AttentionShape(name="GQA", layers=(0,), phases=(GQA,))
     mla = AttentionShape(name="MLA", layers=(0,), phases=(LATENT,))
     for kind, transfer in ((gqa, 4), (mla, 1)):  # a latent is whole on every rank
@@ -180,16 +180,16 @@ def test_tensor_parallelism_cuts_work_and_heads() -> None:
 
 
 def test_chunks_of_a_prompt_see_what_came_before() -> None:
-    assert list(chunks(2500, 1000, 100)) == [
-        Chunk(new=1000, cached=100),
-        Chunk(new=1000, cached=1100),
-        Chunk(new=500, cached=2100),
+    assert list(prompt_chunks(2500, 1000, 100)) == [
+        PromptChunk(new=1000, cached=100),
+        PromptChunk(new=1000, cached=1100),
+        PromptChunk(new=500, cached=2100),
     ]
     kind = (AttentionShape(name="GQA", layers=(0, 1, 2), phases=(GQA,)),)
     whole = predict_prompt(kind, setting(), tokens=4096)
     parts = predict_prompt(kind, setting(), tokens=4096, chunk_tokens=512)
     assert parts.compute == pytest.approx(whole.compute)  # causal work does not depend on the cut
-    one = predict(kind[0], Chunk(new=4096), setting())
+    one = predict(kind[0], PromptChunk(new=4096), setting())
     assert whole.ring == pytest.approx(3 * one.ring)
 
 
@@ -204,7 +204,7 @@ def test_the_choice_is_the_sharded_kind_with_less_predicted_time() -> None:
     assert choose_cp_kind(kind, late, tokens=512) == "all_gather"
     assert choose_cp_kind(kind, late, tokens=65_536) == "ring"
     assert choose_cp_kind(kind, replace(free, call_s=1e-3), tokens=4096) == "all_gather"
-    times = predict(kind[0], Chunk(new=512, cached=500_000), setting(NETWORK))
+    times = predict(kind[0], PromptChunk(new=512, cached=500_000), setting(NETWORK))
     assert times.best == "ring"
     assert times.replicated < times.ring, "what is there already need not travel"
 
