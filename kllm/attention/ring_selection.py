@@ -81,7 +81,8 @@ class _Directory:
     """Where the entries of any request lie, as far as those of the step reach."""
 
     part: int  # places of the longest part, in any rank's numbering
-    numbers: Tensor  # [entries + 1] int32: rank * part + place; the last, where -1 leads: -1
+    # [entries + 1] int32: rank * part + place; the last is -1, so that -1 (no entry) leads to -1
+    numbers: Tensor
     ids: Tensor  # [ranks, part] int32, the inverse
 
 

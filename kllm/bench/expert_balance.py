@@ -64,7 +64,7 @@ class ExpertBalanceBench:
             raise ConfigError(
                 f"--redundant takes rising numbers as in 0,8,16, got {list(self.redundant)}"
             )
-        _ = GPUS[self.gpu]
+        _ = GPUS[self.gpu]  # an unknown one is refused before anything runs
 
     @property
     def name(self) -> str:

@@ -67,7 +67,7 @@ class Zipf:
 
     def __post_init__(self) -> None:
         if not 0 < self.exponent < 100:  # also NaN
-            raise ConfigError(f"a Zipf exponent must be above 0 and sensible, got {self.exponent}")
+            raise ConfigError(f"a Zipf exponent lies between 0 and 100, got {self.exponent}")
 
     def __str__(self) -> str:
         return f"zipf:{self.exponent:g}"

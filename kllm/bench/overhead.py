@@ -103,7 +103,10 @@ class NullRanks:
             ]
         )
         self._steps = RankSteps(pool, layout, self.sharing)
-        self.execute = self._steps.execute
+
+    def execute(self, plans: Sequence[Plan | None]) -> list[Outcome | None]:
+        """Run one step of every group, on ranks that answer at once."""
+        return self._steps.execute(plans)
 
     def close(self) -> None:
         """The ranks stay for the next layout."""
