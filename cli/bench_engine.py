@@ -121,8 +121,10 @@ def throughput(
 def overhead(
     model: Model = "deepseek-v4",
     scale: Scale = "tiny",
-    running: Annotated[int, typer.Option(min=1, help="Running requests, no model.")] = 256,
-    batch: Annotated[int, typer.Option(min=1, help="Running requests, with the model.")] = 64,
+    running: Annotated[
+        int, typer.Option(min=1, help="Running requests of steps without the model.")
+    ] = 256,
+    batch: Annotated[int, typer.Option(min=1, help="Running requests of steps with it.")] = 64,
     layout: Layout = "",
     load: Load = "auto",
     device: Device = "auto",

@@ -42,7 +42,7 @@ def expert_balance(
         str, typer.Option(help="GPU for the cost of copies: h100, h200, b200 or b300.")
     ] = "h200",
     scale: Annotated[
-        str, typer.Option(help="full, layers:N or tiny; auto: what fits; full if nothing runs.")
+        str, typer.Option(help="full, layers:N or tiny; auto: what fits, or full with zipf.")
     ] = "auto",
     token_budget: Annotated[int, typer.Option(min=1, help="Tokens a step may hold.")] = 2048,
     load: Load = "auto",

@@ -35,7 +35,8 @@ Output = Annotated[Path, typer.Option(help="Result file (.json), or the folder f
 ExpertPlacement = Annotated[
     str,
     typer.Option(
-        help="Result of `bench expert-balance`: experts are placed by its routing; empty: in order."
+        help="Result file of `bench expert-balance`, by whose routing experts are placed; "
+        "empty: in order."
     ),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON document.")]

@@ -62,7 +62,9 @@ def tune(
         str | None,
         typer.Option(help="Limits, as ttft=2s,tpot=50ms (the default of goodput)."),
     ] = None,
-    trials: Annotated[int, typer.Option(min=1, help="Trials of the study, all runs of it.")] = 24,
+    trials: Annotated[
+        int, typer.Option(min=1, help="Trials of the study, over all its runs.")
+    ] = 24,
     timeout: Annotated[
         float | None, typer.Option(min=0, help="Seconds after which no trial is begun.")
     ] = None,

@@ -152,7 +152,9 @@ BENCHES: Registry[Entry] = Registry(
         "throughput": Entry(
             "tokens and requests a second under a load", "concurrency", _throughput
         ),
-        "overhead": Entry("time of a step that is not the model", "running requests", _overhead),
+        "overhead": Entry(
+            "time of a step that the model does not take", "running requests", _overhead
+        ),
         "vs-transformers": Entry(
             "decode speed against transformers' generate, interleaved", "batch", _vs_transformers
         ),
