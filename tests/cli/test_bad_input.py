@@ -276,6 +276,8 @@ TUNE_CASES = [
     case(
         "tune-isl-text", ("tune", *TINY, *"--isl x --osl 4 --concurrency 2".split()), USAGE, "'x'"
     ),
+    case("tune-no-model", ("tune",), USAGE, "--model"),
+    case("slo-without-unit", (*TUNE, "--slo", "ttft=2"), USAGE, "positive time with its unit"),
     case("slo-unreadable", (*TUNE, "--slo", "ttft=fast"), USAGE, "ttft=fast"),
     case("slo-unknown", (*TUNE, "--slo", "speed=1s"), USAGE, "speed"),
     case("objective", (*TUNE, "--objective", "speed"), USAGE, "speed"),

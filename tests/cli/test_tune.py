@@ -37,30 +37,6 @@ def kllm(*args: str, home: Path) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize(
-    ("args", "says"),
-    [
-        (["--workload", "chat", "--isl", "64"], "both say what the load is"),
-        (["--slo", "ttft=2"], "not a positive time with its unit"),
-    ],
-)
-def test_what_cannot_be_is_refused_in_one_sentence(
-    args: list[str], says: str, tmp_path: Path
-) -> None:
-    done = kllm("tune", "--model", "deepseek-v4", *args, home=tmp_path)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert says in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
-
-
-def test_without_a_model_there_is_nothing_to_tune(tmp_path: Path) -> None:
-    done = kllm("tune", home=tmp_path)
-    assert done.returncode == 2
-    assert "--model" in done.stderr
-    assert len(done.stderr.strip().splitlines()) == 1
-
-
 def test_tune_prints_one_document_and_its_recipe_is_accepted(tmp_path: Path) -> None:
     done = kllm(
         "tune",
@@ -85,7 +61,7 @@ def test_tune_prints_one_document_and_its_recipe_is_accepted(tmp_path: Path) -> 
 
 @pytest.mark.parametrize(
     ("fidelity", "trials"),
-    [("rank-slice", 6), pytest.param("real", 2, marks=pytest.mark.slow)],
+    [("rank-slice", 3), pytest.param("real", 2, marks=pytest.mark.slow)],
     ids=["slices", "processes"],
 )
 def test_layouts_are_tuned_and_the_report_compares_them(
@@ -115,6 +91,7 @@ def test_layouts_are_tuned_and_the_report_compares_them(
     assert recipes.load(str(recipe)).fidelity == fidelity
 
 
+@pytest.mark.slow  # tests/tuners/test_search.py has two processes that share a study
 def test_two_processes_share_a_study_and_a_killed_one_loses_nothing(tmp_path: Path) -> None:
     storage = f"journal:{tmp_path / 'study.journal'}"
     where = ("--storage", storage, "--study", "shared", "--trials", "8")
