@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from itertools import groupby
 
-from kllm.attention.context import ForwardContext
+from kllm.attention.context import ForwardContext, once_a_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,21 +17,20 @@ class Chunk:
     piece: int = -1  # which of the group's pieces it is a stretch of; -1: it runs on this rank only
 
 
+@once_a_step
 def chunks(ctx: ForwardContext) -> list[Chunk]:
     """The requests of the step that are not decodes, in order."""
-    found: list[Chunk] = ctx.shared.get("chunks", [])
-    if "chunks" not in ctx.shared:
-        pieces = {}
-        if ctx.sequence is not None:
-            for i, piece in enumerate(ctx.sequence.step.pieces):
-                pieces.update(dict.fromkeys(range(piece.entries.start, piece.entries.stop), i))
-        row = ctx.num_decodes
-        for request in range(ctx.num_decodes, len(ctx.query_lens_host)):
-            length, end = int(ctx.query_lens_host[request]), int(ctx.context_lens_host[request])
-            rows = slice(row, row + length)
-            found.append(Chunk(request, rows, end - length, end, pieces.get(request, -1)))
-            row += length
-        ctx.shared["chunks"] = found
+    found: list[Chunk] = []
+    pieces = {}
+    if ctx.sequence is not None:
+        for i, piece in enumerate(ctx.sequence.step.pieces):
+            pieces.update(dict.fromkeys(range(piece.entries.start, piece.entries.stop), i))
+    row = ctx.num_decodes
+    for request in range(ctx.num_decodes, len(ctx.query_lens_host)):
+        length, end = int(ctx.query_lens_host[request]), int(ctx.context_lens_host[request])
+        rows = slice(row, row + length)
+        found.append(Chunk(request, rows, end - length, end, pieces.get(request, -1)))
+        row += length
     return found
 
 

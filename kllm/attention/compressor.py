@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kllm import kernels
 from kllm.attention.chunks import Chunk, chunks
-from kllm.attention.context import ForwardContext
+from kllm.attention.context import ForwardContext, once_a_step
 from kllm.attention.ring_buffers import (
     Tails,
     gather_tails,
@@ -49,21 +49,14 @@ class FinishedGroups:
     positions: Tensor  # [G] int64, first token of each group
 
 
+@once_a_step
 def finished_groups(ctx: ForwardContext, ratio: int) -> FinishedGroups:
-    """The step's groups of `ratio`, worked out once a step.
+    """The step's groups of `ratio`.
 
     On a GPU every decode counts as ending a group: knowing better would need a
     synchronisation. Its entry is written where the unfinished group's will be, invisible until
     the last token overwrites it.
     """
-    key = f"groups {ratio}"
-    if key not in ctx.shared:
-        ctx.shared[key] = _find_groups(ctx, ratio)
-    found: FinishedGroups = ctx.shared[key]
-    return found
-
-
-def _find_groups(ctx: ForwardContext, ratio: int) -> FinishedGroups:
     device = ctx.positions.device
     positions = ctx.positions[: ctx.num_decodes]
     decodes: Tensor | slice = slice(None)

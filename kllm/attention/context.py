@@ -1,7 +1,9 @@
 """What a step's layers know of the batch: the plan as tensors on the model's device."""
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import Any
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -12,6 +14,28 @@ from kllm.cache.pool import KVPool
 from kllm.core import Plan
 from kllm.parallel.communicator import Communicator
 from kllm.parallel.sequence import SequenceStep
+
+Asked = ParamSpec("Asked")
+Found = TypeVar("Found")
+
+
+def once_a_step(
+    work: "Callable[Concatenate[ForwardContext, Asked], Found]",
+) -> "Callable[Concatenate[ForwardContext, Asked], Found]":
+    """Work out once what all layers of a step may share: what is found is kept in its context.
+
+    Other arguments than the context must be hashable; equal ones have the same result.
+    """
+
+    @wraps(work)
+    def shared(ctx: "ForwardContext", /, *args: Asked.args, **options: Asked.kwargs) -> Found:
+        key = (work, *args, *options.items())
+        if key not in ctx.shared:
+            ctx.shared[key] = work(ctx, *args, **options)
+        found: Found = ctx.shared[key]
+        return found
+
+    return shared
 
 
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
@@ -57,7 +81,7 @@ class ForwardContext:
     peer_tokens: tuple[int, ...] = ()  # [ep] tokens that each rank of the expert group runs
     decode_only: bool = False  # no rank of any group runs a prompt in this step
     static: bool = False  # the tensors are a captured graph's inputs and stay where they are
-    shared: dict[str, Any] = field(default_factory=dict)  # values that layers share in a step
+    shared: dict[Hashable, Any] = field(default_factory=dict)  # values that layers share in a step
 
     @classmethod
     def from_plan(
@@ -117,22 +141,15 @@ class ForwardContext:
         """T: query tokens of the step."""
         return self.token_ids.shape[0]
 
-    def entry_slots(self, tokens_per_entry: int = 1) -> Tensor:
+    @once_a_step
+    def entry_slots(self, tokens_per_entry: int) -> Tensor:
         """[T] int64: the slot of the entry that each token belongs to, in a paged state."""
-        key = f"slots {tokens_per_entry}"
-        if key not in self.shared:
-            per_page = self.pool.page_size // tokens_per_entry
-            entry = self.places // tokens_per_entry
-            pages = self.block_tables[self.request_index, entry // per_page].long()
-            self.shared[key] = pages * per_page + entry % per_page
-        found: Tensor = self.shared[key]
-        return found
+        per_page = self.pool.page_size // tokens_per_entry
+        entry = self.places // tokens_per_entry
+        pages = self.block_tables[self.request_index, entry // per_page].long()
+        return pages * per_page + entry % per_page
 
+    @once_a_step
     def ring_slots(self, ring_rows: int) -> Tensor:
         """[T] int64: each token's slot in a ring state of `ring_rows` rows a request."""
-        key = f"ring {ring_rows}"
-        if key not in self.shared:
-            row = self.rows[self.request_index]
-            self.shared[key] = row * ring_rows + self.positions % ring_rows
-        found: Tensor = self.shared[key]
-        return found
+        return self.rows[self.request_index] * ring_rows + self.positions % ring_rows

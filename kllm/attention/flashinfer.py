@@ -69,7 +69,7 @@ class FlashInferAttention:
 
     def attend(self, ctx: ForwardContext, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `kllm.attention.base.AttentionBackend.attend`."""
-        ctx.pool.write(STATE, layer, ctx.entry_slots(), torch.cat((k, v), dim=1))
+        ctx.pool.write(STATE, layer, ctx.entry_slots(1), torch.cat((k, v), dim=1))
         pages, heads = ctx.pool.pages(STATE, layer), k.shape[1]
         cache = pages[:, :, :heads], pages[:, :, heads:]  # views; both have the same strides
         plans, n = ctx.shared[PLANNED], ctx.num_decodes

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from kllm.attention.context import ForwardContext, SequenceContext, to_device
+from kllm.attention.context import ForwardContext, once_a_step, to_device
 from kllm.attention.ring import find_shards, unpack_part
 from kllm.cache.shards import entry_places, entry_ranks
 from kllm.parallel.stripes import Stripes
@@ -44,7 +44,7 @@ def store_entries(
     """
     stored = ctx.pool.pack(name, entries)
     if ctx.sequence is not None and not ctx.sequence.step.sharded:
-        exchange = _find_exchange(ctx, ctx.sequence, ratio)
+        exchange = _find_exchange(ctx, ratio)
         if exchange.most:
             decodes = len(stored) - exchange.own
             sent = stored.new_empty(exchange.most, *stored.shape[1:])
@@ -57,28 +57,27 @@ def store_entries(
     pages.view(-1, *pages.shape[2:]).index_copy_(0, slots, stored)
 
 
-def _find_exchange(ctx: ForwardContext, sequence: SequenceContext, ratio: int) -> _Exchange:
-    key = f"exchange {ratio}"
-    if key not in ctx.shared:
-        step, per_page = sequence.step, ctx.pool.page_size // ratio
-        entries, pieces = [], []
-        counts = [0] * step.stripes.ranks
-        for rank in range(step.stripes.ranks):
-            for i, piece in enumerate(step.pieces):
-                for start, end in step.stripes.runs(rank, piece.start, piece.end):
-                    made = np.arange(start // ratio, end // ratio)
-                    entries.append(made)
-                    pieces.append(np.full(len(made), i))
-                    counts[rank] += len(made)
-        most = max(counts)
-        order = np.concatenate([rank * most + np.arange(n) for rank, n in enumerate(counts)])
-        device = ctx.positions.device
-        flat, which = (to_device(np.concatenate(x), device) for x in (entries, pieces))
-        slots = sequence.block_tables[which, flat // per_page].long() * per_page + flat % per_page
-        own = counts[step.rank]
-        ctx.shared[key] = _Exchange(own, most, to_device(order, device), slots)
-    found: _Exchange = ctx.shared[key]
-    return found
+@once_a_step
+def _find_exchange(ctx: ForwardContext, ratio: int) -> _Exchange:
+    assert ctx.sequence is not None
+    step, tables = ctx.sequence.step, ctx.sequence.block_tables
+    per_page = ctx.pool.page_size // ratio
+    entries, pieces = [], []
+    counts = [0] * step.stripes.ranks
+    for rank in range(step.stripes.ranks):
+        for i, piece in enumerate(step.pieces):
+            for start, end in step.stripes.runs(rank, piece.start, piece.end):
+                made = np.arange(start // ratio, end // ratio)
+                entries.append(made)
+                pieces.append(np.full(len(made), i))
+                counts[rank] += len(made)
+    most = max(counts)
+    order = np.concatenate([rank * most + np.arange(n) for rank, n in enumerate(counts)])
+    device = ctx.positions.device
+    flat, which = (to_device(np.concatenate(x), device) for x in (entries, pieces))
+    slots = tables[which, flat // per_page].long() * per_page + flat % per_page
+    own = counts[step.rank]
+    return _Exchange(own, most, to_device(order, device), slots)
 
 
 def gathers(ctx: ForwardContext) -> bool:
@@ -102,13 +101,18 @@ def gather_prompts(ctx: ForwardContext, name: str, layer: int, ratio: int = 1) -
     received = own.new_empty(comm.size * len(own), *own.shape[1:])
     if len(own):  # else no rank has an entry yet
         comm.all_gather(received, own).wait()
-    key = f"gathered order {ratio}"
-    if key not in ctx.shared:
-        ctx.shared[key] = [
-            _order(shards.entries, piece.parts, piece.end // ratio, len(own), received.device)
-            for piece in shards.pieces
-        ]
-    return [unpack_part(ctx.pool, name, received[order]) for order in ctx.shared[key]]
+    orders = _orders(ctx, ratio, len(own), received.device)
+    return [unpack_part(ctx.pool, name, received[order]) for order in orders]
+
+
+@once_a_step
+def _orders(ctx: ForwardContext, ratio: int, block: int, device: torch.device) -> list[Tensor]:
+    """Of each piece: see `_order`."""
+    shards = find_shards(ctx, ratio)
+    return [
+        _order(shards.entries, piece.parts, piece.end // ratio, block, device)
+        for piece in shards.pieces
+    ]
 
 
 def _order(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from kllm import kernels
-from kllm.attention.context import ForwardContext
+from kllm.attention.context import ForwardContext, once_a_step
 from kllm.attention.workspace import row_blocks
 from kllm.cache.pool import KVPool
 
@@ -40,19 +40,16 @@ def stored_keys(pool: KVPool, name: str, layer: int, slots: Tensor) -> tuple[Ten
     return rows, idx.masked_fill(slots < 0, -1)
 
 
+@once_a_step
 def visible_slots(ctx: ForwardContext, ratio: int) -> Tensor:
     """[decodes, entries of the widest block table] int64 slots; -1: not visible yet."""
-    key = f"visible {ratio}"
-    if key not in ctx.shared:
-        per_page = ctx.pool.page_size // ratio
-        device = ctx.positions.device
-        pages = ctx.block_tables[: ctx.num_decodes].long().unsqueeze(2)
-        slots = (pages * per_page + torch.arange(per_page, device=device)).flatten(1)
-        visible = (ctx.positions[: ctx.num_decodes] + 1) // ratio
-        hidden = torch.arange(slots.shape[1], device=device) >= visible.unsqueeze(1)
-        ctx.shared[key] = slots.masked_fill(hidden, -1)
-    found: Tensor = ctx.shared[key]
-    return found
+    per_page = ctx.pool.page_size // ratio
+    device = ctx.positions.device
+    pages = ctx.block_tables[: ctx.num_decodes].long().unsqueeze(2)
+    slots = (pages * per_page + torch.arange(per_page, device=device)).flatten(1)
+    visible = (ctx.positions[: ctx.num_decodes] + 1) // ratio
+    hidden = torch.arange(slots.shape[1], device=device) >= visible.unsqueeze(1)
+    return slots.masked_fill(hidden, -1)
 
 
 def best_slots(ctx: ForwardContext, layer: int, slots: Tensor, index: IndexQuery) -> Tensor:

@@ -25,7 +25,7 @@ from torch.nn import functional as F
 
 from kllm.attention.chunks import Chunk, chunks, prompts
 from kllm.attention.compressor import request_slots
-from kllm.attention.context import ForwardContext
+from kllm.attention.context import ForwardContext, once_a_step
 from kllm.attention.gathered import gather_prompts, gathers, store_entries
 from kllm.attention.indexing import (
     SCORE_BYTES,
@@ -160,7 +160,7 @@ def attend(
     Returns:
         [T, H, V].
     """
-    store_entries(ctx, LATENT, layer, ctx.entry_slots(), entries.unsqueeze(1))
+    store_entries(ctx, LATENT, layer, ctx.entry_slots(1), entries.unsqueeze(1))
     out = q.new_empty(*q.shape[:2], heads.values.shape[1])
     if ctx.num_decodes:
         count = slice(0, ctx.num_decodes)
@@ -206,23 +206,17 @@ def _attend_runs(
         out[run.rows] = form(q[run.rows], stored[: run.end], heads, run, ids)
 
 
+@once_a_step
 def _decode_slots(ctx: ForwardContext) -> Tensor:
     """[decodes, longest context] int64 slots; -1: not visible."""
-    key = "visible latents"
-    if key not in ctx.shared:
-        longest = int(ctx.context_lens_host[: ctx.num_decodes].max())
-        ctx.shared[key] = visible_slots(ctx, 1)[:, :longest].contiguous()
-    found: Tensor = ctx.shared[key]
-    return found
+    longest = int(ctx.context_lens_host[: ctx.num_decodes].max())
+    return visible_slots(ctx, 1)[:, :longest].contiguous()
 
 
-def _chunk_slots(ctx: ForwardContext, chunk: Chunk) -> Tensor:
-    """[context] int64 slots of a chunk's request."""
-    key = f"context {chunk.request}"
-    if key not in ctx.shared:
-        ctx.shared[key] = request_slots(ctx, chunk.request, 0, chunk.end, 1)
-    found: Tensor = ctx.shared[key]
-    return found
+@once_a_step
+def _context_slots(ctx: ForwardContext, request: int, end: int) -> Tensor:
+    """[end] int64 slots of a request's entries up to a position."""
+    return request_slots(ctx, request, 0, end, 1)
 
 
 def _entries(
@@ -236,7 +230,7 @@ def _entries(
 
 def _read(ctx: ForwardContext, name: str, layer: int, chunk: Chunk) -> Tensor:
     """[context, channels]: all entries of a chunk's request, its own included."""
-    slots = _chunk_slots(ctx, chunk)
+    slots = _context_slots(ctx, chunk.request, chunk.end)
     # Packed entries pass through float32 when they are unpacked: in blocks, to bound that.
     parts = row_blocks(len(slots), 8 * ctx.pool.pages(name, layer).shape[-1])
     if ctx.pool.kv_dtype != "fp8" or len(parts) == 1:

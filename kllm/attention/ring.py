@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from kllm.attention.chunks import Chunk, chunks
-from kllm.attention.context import ForwardContext, SequenceContext
+from kllm.attention.context import ForwardContext, SequenceContext, once_a_step
 from kllm.cache.pool import KVPool
 from kllm.cache.shards import held_slots
 from kllm.kernels import Span
@@ -66,18 +66,11 @@ def sharded_context(ctx: ForwardContext) -> SequenceContext | None:
     return sequence if sequence is not None and sequence.step.sharded else None
 
 
+@once_a_step
 def find_shards(ctx: ForwardContext, ratio: int) -> Shards:
-    """The spread of the entries of `ratio`, worked out once a step, for sharded prompts."""
-    key = f"shards {ratio}"
-    if key not in ctx.shared:
-        assert ctx.sequence is not None
-        ctx.shared[key] = _find_shards(ctx, ctx.sequence, ratio)
-    found: Shards = ctx.shared[key]
-    return found
-
-
-def _find_shards(ctx: ForwardContext, sequence: SequenceContext, ratio: int) -> Shards:
-    step, runs = sequence.step, chunks(ctx)
+    """The spread of the entries of `ratio` over the ranks, for sharded prompts."""
+    assert ctx.sequence is not None
+    sequence, step, runs = ctx.sequence, ctx.sequence.step, chunks(ctx)
     stripes = step.stripes.scaled(ratio)
     filled = [0] * stripes.ranks
     pieces, slots = [], []

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kllm.attention.chunks import Chunk, chunks
-from kllm.attention.context import ForwardContext, SequenceContext, to_device
+from kllm.attention.context import ForwardContext, once_a_step, to_device
 from kllm.parallel.sequence import Piece
 from kllm.parallel.stripes import Stripes
 
@@ -66,7 +66,7 @@ def gather_tails(
     """
     if ctx.sequence is None:
         return None
-    seams = _find_seams(ctx, ctx.sequence, ctx.pool.rings(name, layer).shape[1], reach)
+    seams = _find_seams(ctx, ctx.pool.rings(name, layer).shape[1], reach)
     comm = ctx.sequence.comm
     sent = ctx.pool.pack(name, rows[seams.source])
     received = sent.new_empty(comm.size * len(sent), *sent.shape[1:])
@@ -74,34 +74,32 @@ def gather_tails(
     return Tails(seams, ctx.pool.unpack(name, received[seams.order]))
 
 
-def _find_seams(ctx: ForwardContext, sequence: SequenceContext, length: int, reach: int) -> _Seams:
-    key = f"seams {length} {reach}"
-    if key not in ctx.shared:
-        device, step = ctx.positions.device, sequence.step
-        positions = [_shared(step.stripes, piece, length, reach) for piece in step.pieces]
-        source, newest, slots, before = [], [], [], 0
-        starts = {chunk.request: chunk.rows.start for chunk in chunks(ctx)}
-        for piece, row, shared in zip(step.pieces, step.rows, positions, strict=True):
-            own = shared[step.stripes.rank_of(shared) == step.rank]
-            # A rank's tokens of a piece stand in the batch in order, one stretch after the other.
-            at = starts.get(piece.entries.start, 0) - step.stripes.count(step.rank, piece.start)
-            source.append(step.stripes.local(own) + at)
-            kept = min(length, piece.end - piece.start)
-            before += len(shared)
-            newest.append(np.arange(before - kept, before))
-            slots.append(int(row) * length + shared[-kept:] % length)
-        ranks = step.stripes.rank_of(np.concatenate(positions))
-        most = int(np.bincount(ranks).max())
-        order = np.empty_like(ranks)
-        for rank in range(step.stripes.ranks):
-            own = np.flatnonzero(ranks == rank)
-            order[own] = rank * most + np.arange(len(own))
-        sent = np.concatenate(source)
-        sent = np.pad(sent, (0, most - len(sent)))
-        arrays = (sent, order, np.concatenate(newest), np.concatenate(slots))
-        ctx.shared[key] = _Seams(tuple(positions), *(to_device(a, device) for a in arrays))
-    found: _Seams = ctx.shared[key]
-    return found
+@once_a_step
+def _find_seams(ctx: ForwardContext, length: int, reach: int) -> _Seams:
+    assert ctx.sequence is not None
+    device, step = ctx.positions.device, ctx.sequence.step
+    positions = [_shared(step.stripes, piece, length, reach) for piece in step.pieces]
+    source, newest, slots, before = [], [], [], 0
+    starts = {chunk.request: chunk.rows.start for chunk in chunks(ctx)}
+    for piece, row, shared in zip(step.pieces, step.rows, positions, strict=True):
+        own = shared[step.stripes.rank_of(shared) == step.rank]
+        # A rank's tokens of a piece stand in the batch in order, one stretch after the other.
+        at = starts.get(piece.entries.start, 0) - step.stripes.count(step.rank, piece.start)
+        source.append(step.stripes.local(own) + at)
+        kept = min(length, piece.end - piece.start)
+        before += len(shared)
+        newest.append(np.arange(before - kept, before))
+        slots.append(int(row) * length + shared[-kept:] % length)
+    ranks = step.stripes.rank_of(np.concatenate(positions))
+    most = int(np.bincount(ranks).max())
+    order = np.empty_like(ranks)
+    for rank in range(step.stripes.ranks):
+        own = np.flatnonzero(ranks == rank)
+        order[own] = rank * most + np.arange(len(own))
+    sent = np.concatenate(source)
+    sent = np.pad(sent, (0, most - len(sent)))
+    arrays = (sent, order, np.concatenate(newest), np.concatenate(slots))
+    return _Seams(tuple(positions), *(to_device(a, device) for a in arrays))
 
 
 def _shared(stripes: Stripes, piece: Piece, length: int, reach: int) -> NDArray[np.int64]:
@@ -134,17 +132,14 @@ def write_ring(
     ctx.pool.write(name, layer, slots, rows)
 
 
+@once_a_step
 def _newest(ctx: ForwardContext, length: int) -> Tensor:
     """Indices of the step's tokens that are among the newest `length` of their request."""
-    key = f"newest {length}"
-    if key not in ctx.shared:
-        parts = [np.arange(ctx.num_decodes)]
-        for chunk in chunks(ctx):
-            first = max(chunk.rows.start, chunk.rows.stop - length)
-            parts.append(np.arange(first, chunk.rows.stop))
-        ctx.shared[key] = to_device(np.concatenate(parts), ctx.positions.device)
-    found: Tensor = ctx.shared[key]
-    return found
+    parts = [np.arange(ctx.num_decodes)]
+    for chunk in chunks(ctx):
+        first = max(chunk.rows.start, chunk.rows.stop - length)
+        parts.append(np.arange(first, chunk.rows.stop))
+    return to_device(np.concatenate(parts), ctx.positions.device)
 
 
 def read_older(
@@ -165,17 +160,14 @@ def read_older(
     return torch.cat((older, tails.read(chunk.piece, begin, chunk.start)))
 
 
+@once_a_step
 def window_slots(ctx: ForwardContext, length: int, window: int) -> Tensor:
     """[decodes, window] int64: ring slots of each decode's newest positions, its own last.
 
     `length` is the ring's. Positions before the first token give -1.
     """
-    key = f"window {length} {window}"
-    if key not in ctx.shared:
-        count = ctx.num_decodes
-        back = torch.arange(window - 1, -1, -1, device=ctx.positions.device)
-        positions = ctx.positions[:count].unsqueeze(1) - back
-        slots = ctx.rows[:count].unsqueeze(1) * length + positions % length
-        ctx.shared[key] = slots.masked_fill(positions < 0, -1)
-    found: Tensor = ctx.shared[key]
-    return found
+    count = ctx.num_decodes
+    back = torch.arange(window - 1, -1, -1, device=ctx.positions.device)
+    positions = ctx.positions[:count].unsqueeze(1) - back
+    slots = ctx.rows[:count].unsqueeze(1) * length + positions % length
+    return slots.masked_fill(positions < 0, -1)

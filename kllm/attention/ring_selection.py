@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kllm import kernels
-from kllm.attention.context import ForwardContext, to_device
+from kllm.attention.context import ForwardContext, once_a_step, to_device
 from kllm.attention.indexing import SCORE_BYTES, IndexQuery
-from kllm.attention.ring import ShardedPiece, Shards, travelling, unpack_part
+from kllm.attention.ring import ShardedPiece, Shards, find_shards, travelling, unpack_part
 from kllm.attention.workspace import row_blocks
 from kllm.cache.shards import entry_places, entry_ranks
 
@@ -100,7 +100,7 @@ class ListedEntries:
 
 def list_entries(ctx: ForwardContext, shards: Shards, ids: Tensor) -> ListedEntries:
     """Selected entries [n, topk] int32 of requests, -1: none, by the rank that holds each."""
-    directory = _directory(ctx, shards)
+    directory = _directory(ctx, shards.ratio)
     numbers = directory.numbers[ids]
     return ListedEntries(*kernels.split_lists(numbers, directory.part, shards.entries.ranks))
 
@@ -124,7 +124,7 @@ def select_travelling(
         _Best(piece.rows.stop - piece.rows.start, index.topk, ranks, device) if selects else None
         for piece, selects in zip(shards.pieces, selecting, strict=True)
     ]
-    ids, seen = _directory(ctx, shards).ids, _visible(ctx, shards)
+    ids, seen = _directory(ctx, shards.ratio).ids, _visible(ctx, shards.ratio)
     for source, block in travelling(ctx, index.state, layer, shards):
         for piece, running, visible in zip(shards.pieces, best, seen, strict=True):
             if running is not None and piece.spans[source]:
@@ -154,16 +154,14 @@ def _add_block(
         best.put(rows, columns, scores, ids[:most])
 
 
-def _visible(ctx: ForwardContext, shards: Shards) -> list[list[_Visible]]:
-    """Of each piece and rank, worked out once a step."""
-    key = f"seen entries {shards.ratio}"
-    if key not in ctx.shared:
-        ctx.shared[key] = [
-            [_seen(ctx, piece, source) for source in range(shards.entries.ranks)]
-            for piece in shards.pieces
-        ]
-    found: list[list[_Visible]] = ctx.shared[key]
-    return found
+@once_a_step
+def _visible(ctx: ForwardContext, ratio: int) -> list[list[_Visible]]:
+    """Of each piece and rank."""
+    shards = find_shards(ctx, ratio)
+    return [
+        [_seen(ctx, piece, source) for source in range(shards.entries.ranks)]
+        for piece in shards.pieces
+    ]
 
 
 def _seen(ctx: ForwardContext, piece: ShardedPiece, source: int) -> _Visible:
@@ -175,18 +173,15 @@ def _seen(ctx: ForwardContext, piece: ShardedPiece, source: int) -> _Visible:
     return _Visible(host, to_device(host, ctx.positions.device))
 
 
-def _directory(ctx: ForwardContext, shards: Shards) -> _Directory:
-    """Worked out once a step."""
-    key = f"directory {shards.ratio}"
-    if key not in ctx.shared:
-        ranks, device = shards.entries.ranks, ctx.positions.device
-        longest = max(piece.end // shards.ratio for piece in shards.pieces)
-        part = max(shards.entries.count(rank, longest) for rank in range(ranks))
-        ids = torch.arange(longest, device=device)
-        numbers = entry_ranks(shards.entries, ids) * part + entry_places(shards.entries, ids)
-        numbers = torch.cat((numbers, numbers.new_full((1,), -1)))
-        inverse = torch.zeros(ranks * part, dtype=torch.int32, device=device)
-        inverse[numbers[:-1]] = ids.int()
-        ctx.shared[key] = _Directory(part, numbers.int(), inverse.view(ranks, part))
-    found: _Directory = ctx.shared[key]
-    return found
+@once_a_step
+def _directory(ctx: ForwardContext, ratio: int) -> _Directory:
+    shards = find_shards(ctx, ratio)
+    ranks, device = shards.entries.ranks, ctx.positions.device
+    longest = max(piece.end // ratio for piece in shards.pieces)
+    part = max(shards.entries.count(rank, longest) for rank in range(ranks))
+    ids = torch.arange(longest, device=device)
+    numbers = entry_ranks(shards.entries, ids) * part + entry_places(shards.entries, ids)
+    numbers = torch.cat((numbers, numbers.new_full((1,), -1)))
+    inverse = torch.zeros(ranks * part, dtype=torch.int32, device=device)
+    inverse[numbers[:-1]] = ids.int()
+    return _Directory(part, numbers.int(), inverse.view(ranks, part))

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from kllm import kernels
 from kllm.attention.base import AttentionBackend
-from kllm.attention.context import ForwardContext
+from kllm.attention.context import ForwardContext, once_a_step
 from kllm.attention.gathered import gather_prompts, gathers, store_entries
 from kllm.attention.ring import (
     causal_span,
@@ -24,30 +24,29 @@ from kllm.attention.ring import (
 from kllm.kernels import SoftmaxState
 
 STATE = "kv"
-DECODES = "decodes alone"  # in a step's shared values
 
 
+@once_a_step
 def decodes_alone(ctx: ForwardContext) -> ForwardContext | None:
-    """The step without its prompts, made once; None if that leaves nothing."""
+    """The step without its prompts; None if that leaves nothing."""
     n = ctx.num_decodes
-    if n and DECODES not in ctx.shared:
-        ctx.shared[DECODES] = replace(
-            ctx,
-            query_lens_host=ctx.query_lens_host[:n],
-            context_lens_host=ctx.context_lens_host[:n],
-            token_ids=ctx.token_ids[:n],
-            positions=ctx.positions[:n],
-            request_index=ctx.request_index[:n],
-            cu_seqlens=ctx.cu_seqlens[: n + 1],
-            context_lens=ctx.context_lens[:n],
-            block_tables=ctx.block_tables[:n],
-            rows=ctx.rows[:n],
-            places=ctx.places[:n],
-            sequence=None,
-            shared={},
-        )
-    found: ForwardContext | None = ctx.shared.get(DECODES)
-    return found
+    if not n:
+        return None
+    return replace(
+        ctx,
+        query_lens_host=ctx.query_lens_host[:n],
+        context_lens_host=ctx.context_lens_host[:n],
+        token_ids=ctx.token_ids[:n],
+        positions=ctx.positions[:n],
+        request_index=ctx.request_index[:n],
+        cu_seqlens=ctx.cu_seqlens[: n + 1],
+        context_lens=ctx.context_lens[:n],
+        block_tables=ctx.block_tables[:n],
+        rows=ctx.rows[:n],
+        places=ctx.places[:n],
+        sequence=None,
+        shared={},
+    )
 
 
 class SequenceAttention:
@@ -69,7 +68,7 @@ class SequenceAttention:
         """See `kllm.attention.base.AttentionBackend.attend`."""
         if ctx.sequence is None:
             return self.backend.attend(ctx, layer, q, k, v)
-        store_entries(ctx, STATE, layer, ctx.entry_slots(), torch.cat((k, v), dim=1))
+        store_entries(ctx, STATE, layer, ctx.entry_slots(1), torch.cat((k, v), dim=1))
         if not ctx.sequence.step.sharded:
             return self.backend.attend(ctx, layer, q, k, v)
         n = ctx.num_decodes

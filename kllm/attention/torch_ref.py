@@ -60,7 +60,7 @@ class TorchAttention:
         pages = ctx.pool.pages(STATE, layer)
         flat = pages.view(-1, *pages.shape[2:])  # [P * page, 2 K, D]
         stored = ctx.pool.pack(STATE, torch.cat((k, v), dim=1))  # [T, 2 K, D]
-        flat.index_copy_(0, ctx.entry_slots(), stored)
+        flat.index_copy_(0, ctx.entry_slots(1), stored)
         # What later steps will read, rounded alike: results do not depend on the chunk size.
         fresh = ctx.pool.unpack(STATE, stored)
         out = torch.empty_like(q)

@@ -25,7 +25,7 @@ class TritonAttention:
         v: torch.Tensor,
     ) -> torch.Tensor:
         """See `kllm.attention.base.AttentionBackend.attend`."""
-        ctx.pool.write(STATE, layer, ctx.entry_slots(), torch.cat((k, v), dim=1))
+        ctx.pool.write(STATE, layer, ctx.entry_slots(1), torch.cat((k, v), dim=1))
         pages, fp8 = ctx.pool.pages(STATE, layer), ctx.pool.kv_dtype == "fp8"
         n, batch = ctx.num_decodes, len(ctx.query_lens_host)
         parts = []

@@ -67,7 +67,7 @@ class Indexer(nn.Module):
         c = self.config
         key = self.k_norm(self.wk(x))
         rotate(key[:, : self.rope], tables, c.interleaved)
-        store_entries(ctx, INDEX_KEY, self.layer, ctx.entry_slots(), key.unsqueeze(1))
+        store_entries(ctx, INDEX_KEY, self.layer, ctx.entry_slots(1), key.unsqueeze(1))
         if not must_select(ctx, c.topk):
             return select_all(ctx, c.topk)
         q = self.wq_b(q_low).view(-1, c.heads, c.head_dim)

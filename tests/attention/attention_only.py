@@ -93,7 +93,7 @@ class Latents(CausalLM):
         ids, selection = ctx.token_ids, None
         if self.topk:
             keys = self.index_key[ids].unsqueeze(1)
-            store_entries(ctx, mla.INDEX_KEY, 0, ctx.entry_slots(), keys)
+            store_entries(ctx, mla.INDEX_KEY, 0, ctx.entry_slots(1), keys)
             selection = mla.select_all(ctx, self.topk)
             if mla.must_select(ctx, self.topk):
                 q, weights = self.index_q[ids], self.index_weights[ids]
