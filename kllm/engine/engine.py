@@ -91,18 +91,22 @@ class Engine:
         self._executor = executor or _make_executor(config, self.resolved, model, ranks)
         sharing = self._executor.sharing
         self.budget = sharing.budget
-        self._schedulers = [
-            Scheduler(
-                config.scheduler,
-                num_pages=self.budget.num_pages,
-                page_size=self.budget.page_size,
-                max_model_len=self.budget.max_model_len,
-                eos_token_ids=self.resolved.config.eos_token_ids,
-                stripes=sharing.stripes,
-                sharded=sharing.cp_kind != "replicated",
-            )
-            for _ in range(sharing.groups)
-        ]
+        try:
+            self._schedulers = [
+                Scheduler(
+                    config.scheduler,
+                    num_pages=self.budget.num_pages,
+                    page_size=self.budget.page_size,
+                    max_model_len=self.budget.max_model_len,
+                    eos_token_ids=self.resolved.config.eos_token_ids,
+                    stripes=sharing.stripes,
+                    sharded=sharing.cp_kind != "replicated",
+                )
+                for _ in range(sharing.groups)
+            ]
+        except ConfigError:
+            self._executor.close()
+            raise
         self._clock = clock
         self._requests: dict[str, Request] = {}  # unfinished
         self._homes: dict[str, Scheduler] = {}  # of unfinished requests

@@ -50,6 +50,15 @@ class MultiRankExecutor:
                 f"the layout has {layout.world} ranks and {self._pool.world} processes run; "
                 "start more, or choose a smaller layout"
             )
+        try:
+            self._set_up(config, resolved)
+        except BaseException:
+            if self._owns_pool:
+                self._pool.kill()
+            raise
+
+    def _set_up(self, config: EngineConfig, resolved: ResolvedModel) -> None:
+        layout = config.parallel
         # Told outright, or each rank would choose by the memory it finds when it looks.
         config = replace(config, scale=resolved.scale, dtype=resolved.dtype)
         self._store, port = host_store(self._pool.host)

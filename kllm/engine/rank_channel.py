@@ -145,15 +145,19 @@ def call(address: Address, key: str, number: int, line: int) -> socket.socket:
 
 
 def identify(caller: socket.socket, key: str) -> tuple[int, int] | None:
-    """The number and the line of a rank that calls; None when it is not one of ours."""
-    data = b""
-    caller.settimeout(LOOK_S)
+    """The number and the line of a rank that calls; None when it is not one of ours.
+
+    Whoever has not said so within `LOOK_S` is not: nobody can make the ranks behind it wait long.
+    """
+    data, end = b"", time.monotonic() + LOOK_S
     try:
-        while len(data) < _HELLO.size and (part := caller.recv(_HELLO.size - len(data))):
+        while len(data) < _HELLO.size:
+            caller.settimeout(max(0.0, end - time.monotonic()))
+            part = caller.recv(_HELLO.size - len(data))
+            if not part:
+                return None
             data += part
     except OSError:
-        return None
-    if len(data) < _HELLO.size:
         return None
     shown, number, line = _HELLO.unpack(data)
     return (number, line) if secrets.compare_digest(shown, key.encode()) else None

@@ -32,7 +32,7 @@ from kllm.engine.rank_channel import (
     listen,
     new_key,
 )
-from kllm.engine.rank_protocol import AUTHKEY, OBITUARY, Failure
+from kllm.engine.rank_protocol import AUTHKEY, OBITUARY, Failure, ending
 from kllm.errors import CapacityError, ConfigError, DataError, DependencyError, WorkerError
 
 MODULE = "kllm.engine.rank_process"
@@ -79,7 +79,7 @@ class Nursery:
         found = [i for i, line in enumerate(lines) if line.startswith(OBITUARY)]
         if not found:
             code = self.process.poll()
-            return f"the process that starts ranks ended with exit code {code}" if code else None
+            return f"the process that starts ranks {ending(code)}" if code else None
         first = lines[found[0]].removeprefix(OBITUARY)
         before = [line for line in lines[: found[0]] if line.strip()]
         return f"{first}: {before[-1].strip()[:300]}" if before and "exit code" in first else first
@@ -194,6 +194,8 @@ class RankPool:
     def _read(self, i: int) -> Any:
         try:
             message = pickle.loads(self.ranks[i].steps.receive())
+        except TimeoutError:  # it was stopped in the middle of its answer
+            raise WorkerError(_silent(i)) from None
         except (EOFError, OSError):
             raise WorkerError(self._cause(i)) from None
         if isinstance(message, Failure):
@@ -283,7 +285,14 @@ def launch(world: int) -> RankPool:
                 f"the ranks cannot meet at {address}: the system takes socket paths of at most "
                 f"{SOCKET_PATH_BYTES} bytes; set TMPDIR to a shorter folder"
             )
-        with listen(address, backlog=2 * world) as listener:
+        try:
+            listener = listen(address, backlog=2 * world)
+        except OSError as error:
+            raise WorkerError(
+                f"the ranks cannot meet at {address}: {error.strerror}; set TMPDIR to a folder on "
+                "a local disk"
+            ) from error
+        with listener:
             nursery = start_ranks(address, range(world), key)
             try:
                 links = accept(listener, world, key, nursery)
@@ -343,14 +352,15 @@ def accept(listener: socket.socket, world: int, key: str, nursery: Nursery) -> l
     deadline = time.monotonic() + START_S
     listener.settimeout(0.5)
     while len(found) < 2 * world:
+        dead = nursery.obituary()
+        if dead or time.monotonic() > deadline:
+            both = [n for n in range(world) if {(n, STEPS), (n, PULSE)} <= found.keys()]
+            missing = sorted(set(range(world)) - set(both))
+            why = dead or f"they did not call within {START_S:.0f} s"
+            raise WorkerError(f"ranks {missing} did not start: {why}")
         try:
             caller, _ = listener.accept()
         except TimeoutError:
-            dead = nursery.obituary()
-            if dead or time.monotonic() > deadline:
-                both = [n for n in range(world) if {(n, STEPS), (n, PULSE)} <= found.keys()]
-                missing = sorted(set(range(world)) - set(both))
-                raise WorkerError(f"ranks {missing} did not start: {dead or 'no call'}") from None
             continue
         who = identify(caller, key)
         if who is None:

@@ -10,7 +10,6 @@ import gc
 import os
 import pickle
 import select
-import signal
 import socket
 import sys
 import threading
@@ -47,6 +46,7 @@ from kllm.engine.rank_protocol import (
     Settle,
     StandIn,
     Step,
+    ending,
 )
 from kllm.engine.step_codec import StepCodec
 from kllm.models.base import Groups
@@ -67,9 +67,10 @@ class RankServer:
         self._groups: Groups | None = None
         self._rank: Rank | None = None
         self._runner: Runner  # who runs steps: the rank, or who stands in for it
-        self._codec = StepCodec()
-        self._known: dict[str, Request] = {}
-        self._requests: tuple[Request, ...] = ()
+        self._codec: StepCodec
+        self._known: dict[str, Request]
+        self._requests: tuple[Request, ...]  # sampled here in the last step
+        self._start()
 
     def reply(self, message: Any) -> Any:
         """The answer to a message, or what kept the rank from it."""
@@ -89,13 +90,14 @@ class RankServer:
                 self._join(message)
                 return True
             case StandIn():
-                self._runner, self._codec = message.rank, StepCodec()
+                self._runner = message.rank
+                self._start()
                 return True
             case Build():
                 return self._build()
             case Allocate():
                 assert self._rank is not None
-                self._codec = StepCodec()
+                self._start()
                 self._rank.allocate(
                     message.budget, message.stripes, message.cp_kind, fill=message.fill
                 )
@@ -131,6 +133,10 @@ class RankServer:
         )
         return self._rank.budget
 
+    def _start(self) -> None:
+        """Know nothing of earlier steps, as the engine's side of the first of new ones."""
+        self._codec, self._known, self._requests = StepCodec(), {}, ()
+
     def _step(self, message: Step) -> Sampled:
         if message.requests is not None:
             self._requests = tuple(
@@ -147,7 +153,7 @@ class RankServer:
         if self._rank is not None:
             self._rank.close()
         self._rank = self._groups = None
-        self._known, self._requests = {}, ()
+        self._start()
         distributed.disconnect()
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             gc.collect()
@@ -221,10 +227,8 @@ def main() -> None:
         pid, status = os.wait()
         code = os.waitstatus_to_exitcode(status)
         number = numbers.pop(pid)
-        if code < 0:
-            print(f"{OBITUARY}rank {number} was killed by {signal.Signals(-code).name}", flush=True)
-        elif code:
-            print(f"{OBITUARY}rank {number} ended with exit code {code}", flush=True)
+        if code:
+            print(f"{OBITUARY}rank {number} {ending(code)}", flush=True)
 
 
 if __name__ == "__main__":

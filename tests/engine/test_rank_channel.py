@@ -3,6 +3,7 @@
 import select
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -90,6 +91,27 @@ def test_only_those_who_know_the_key_are_let_in() -> None:
             stranger.shutdown(socket.SHUT_WR)
             with caller:
                 assert identify(caller, key) is None
+
+
+def test_a_caller_that_says_little_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither one that says nothing nor one that always says a little more."""
+    monkeypatch.setattr(rank_channel, "LOOK_S", 0.1)
+    for said in (b"", b"x"):
+        ours, theirs = socket.socketpair()
+        done = threading.Event()
+
+        def drip(line: socket.socket = theirs, said: bytes = said, over: Any = done) -> None:
+            while not over.wait(0.02):
+                line.sendall(said)
+
+        with ours, theirs:
+            thread = threading.Thread(target=drip)
+            thread.start()
+            begin = time.monotonic()
+            assert identify(ours, new_key()) is None
+            assert time.monotonic() - begin < 0.5
+            done.set()
+            thread.join()
 
 
 class Poll:

@@ -1,14 +1,17 @@
 """A rank that dies, stops or is slow: the job goes on correctly, or ends with a sentence."""
 
+import errno
 import os
 import pickle
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +22,8 @@ import pytest
 from kllm.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from kllm.core import SamplingParams
 from kllm.engine.engine import Engine
-from kllm.engine.rank_pool import RankPool, launch
+from kllm.engine.rank_channel import new_key
+from kllm.engine.rank_pool import Nursery, RankPool, accept, launch
 from kllm.engine.rank_protocol import Release, Settle
 from kllm.errors import ConfigError, DataError, WorkerError
 from tests.engine.layout_cases import answers, checkpoint
@@ -188,6 +192,83 @@ def test_a_temporary_folder_too_deep_for_a_socket(
     monkeypatch.setattr("tempfile.tempdir", str(deep))
     with pytest.raises(WorkerError, match="set TMPDIR to a shorter folder"):
         launch(2)
+
+
+def test_a_folder_that_takes_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: object, **options: object) -> None:
+        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
+
+    monkeypatch.setattr("kllm.engine.rank_pool.listen", refuse)
+    with pytest.raises(WorkerError, match=r"cannot meet at .*not supported; set TMPDIR"):
+        launch(2)
+
+
+@contextmanager
+def starting(code: str) -> Iterator[Nursery]:
+    """A process in place of the one that starts ranks, which runs `code`."""
+    process = subprocess.Popen([sys.executable, "-c", code], process_group=0)
+    nursery = Nursery(process, tempfile.TemporaryFile())  # noqa: SIM115
+    try:
+        yield nursery
+    finally:
+        nursery.kill()
+
+
+@pytest.mark.parametrize(
+    ("signum", "how"),
+    [
+        (signal.SIGKILL, "was killed by SIGKILL"),
+        (signal.SIGRTMIN + 1, f"was killed by signal {signal.SIGRTMIN + 1}"),
+    ],
+)
+def test_a_process_that_dies_before_it_starts_ranks(signum: int, how: str) -> None:
+    with (
+        starting(f"import os; os.kill(os.getpid(), {int(signum)})") as nursery,
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        pytest.raises(WorkerError, match=f"the process that starts ranks {how}"),
+    ):
+        accept(listener, 2, new_key(), nursery)
+
+
+def test_strangers_do_not_make_the_start_endless(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However often they call, the ranks' time to call ends."""
+    monkeypatch.setattr("kllm.engine.rank_pool.START_S", 0.5)
+    done = threading.Event()
+
+    def call_often(address: tuple[str, int]) -> None:
+        while not done.is_set():
+            with suppress(OSError), socket.create_connection(address, timeout=0.1) as stranger:
+                stranger.sendall(bytes(64))
+
+    with (
+        starting("import time; time.sleep(60)") as nursery,
+        socket.create_server(("127.0.0.1", 0)) as listener,
+    ):
+        thread = threading.Thread(target=call_often, args=(listener.getsockname()[:2],))
+        thread.start()
+        try:
+            with pytest.raises(WorkerError, match=r"\[0, 1\] did not start: they did not call"):
+                accept(listener, 2, new_key(), nursery)
+        finally:
+            done.set()
+            thread.join()
+
+
+@pytest.mark.parametrize("scheduler", [False, True])
+def test_an_engine_that_cannot_be_set_up_ends_its_ranks(
+    model: Path, pool: RankPool, monkeypatch: pytest.MonkeyPatch, scheduler: bool
+) -> None:
+    """Whatever goes wrong besides the ranks themselves."""
+
+    def refuse(*args: object, **options: object) -> None:
+        raise ConfigError("no")
+
+    monkeypatch.setattr("kllm.engine.multi_rank.launch", lambda world: pool)
+    where = "engine.Scheduler" if scheduler else "multi_rank.sharing_of"
+    monkeypatch.setattr(f"kllm.engine.{where}", refuse)
+    with pytest.raises(ConfigError, match="no"):
+        engine(model, None)
+    assert not pool.alive
 
 
 def test_an_error_of_a_rank_is_reported_once(model: Path, pool: RankPool) -> None:
