@@ -53,6 +53,7 @@ def conclude(record: Record) -> None:
         record.notes.append(
             f"With fewer than 3 rounds differences may be noise: so in {few} of {len(rows)} points."
         )
+    _kernel(record)
     _exposed(record)
     _balance(record)
     _replicated(record, rows)
@@ -67,14 +68,27 @@ def conclude(record: Record) -> None:
         )
 
 
+def _kernel(record: Record) -> None:
+    """How fast a dense step of a ring is at best."""
+    rows = [row for row in record.rows.get("block kernel", []) if row["chosen"]]
+    if rows:
+        best = max(rows, key=lambda row: row["of_matmul_pct"])
+        record.notes.append(
+            f"A dense step of a ring ({best['attention']}, {tokens(best['queries'])} queries, "
+            f"{tokens(best['keys'])} keys) reaches {best['tflops_per_s']:.3g} TFLOP/s with "
+            f"{best['kernel']}, {best['of_matmul_pct']:.3g} % of the measured matmul rate."
+        )
+
+
 def _exposed(record: Record) -> None:
     """How much a ring exposes where its transfers should be hidden."""
     rows = [row for row in record.rows.get("exposure", []) if row["predicted_hidden"]]
     shares = [row["ring_exposed_share"] for row in rows if row["ring_exposed_share"] is not None]
     if shares:
         record.notes.append(
-            f"In {len(shares)} points computation on a block is predicted to take longer than its "
-            f"transfer; there a ring exposes at most {100 * max(shares):.3g} % of its transfers."
+            f"In {len(shares)} of {len(record.rows['exposure'])} points computation on a block is "
+            "predicted to take longer than its transfer; there a ring exposes at most "
+            f"{100 * max(shares):.3g} % of its transfers."
         )
 
 

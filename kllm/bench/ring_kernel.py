@@ -16,6 +16,7 @@ from kllm import kernels
 from kllm.bench.timing import interleave, timed
 from kllm.hardware.measured import Ceilings
 from kllm.kernels import SoftmaxState, Span
+from kllm.parallel.overlap import DenseHeads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,15 +25,13 @@ class BlockShape:
 
     queries: int
     keys: int
-    heads: int
-    kv_heads: int
-    dim: int  # channels of a query and of a key
-    value_dim: int
+    heads: DenseHeads
 
     @property
     def flops(self) -> int:
         """Of scores and of weighted values; a multiply-add counts as two."""
-        return 2 * self.queries * self.keys * self.heads * (self.dim + self.value_dim)
+        channels = self.heads.heads * (self.heads.dim + self.heads.value_dim)
+        return 2 * self.queries * self.keys * channels
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,11 +79,12 @@ def _steps(
     def randn(*size: int) -> Tensor:
         return torch.randn(size, generator=generator, device=device, dtype=dtype)
 
-    q = randn(shape.queries, shape.heads, shape.dim)
-    k = randn(shape.keys, shape.kv_heads, shape.dim)
-    v = randn(shape.keys, shape.kv_heads, shape.value_dim)
-    state = SoftmaxState.empty(shape.queries, shape.heads, shape.value_dim, device)
-    span, scale = Span(slice(0, shape.queries), shape.keys, shape.keys), shape.dim**-0.5
+    heads = shape.heads
+    q = randn(shape.queries, heads.heads, heads.dim)
+    k = randn(shape.keys, heads.kv_heads, heads.dim)
+    v = randn(shape.keys, heads.kv_heads, heads.value_dim)
+    state = SoftmaxState.empty(shape.queries, heads.heads, heads.value_dim, device)
+    span, scale = Span(slice(0, shape.queries), shape.keys, shape.keys), heads.dim**-0.5
     if device.type == "cpu":
         return "torch", {"torch": partial(kernels.block_attention, state, q, k, v, [span], scale)}
 

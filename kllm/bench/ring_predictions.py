@@ -143,22 +143,21 @@ def overlap(sweep: Sweep, isl: int, link: str) -> Iterator[dict[str, Any]]:
 
 
 def pass_kv_or_q(sweep: Sweep, isl: int, link: str) -> str:
-    """One sentence: when what a ring sends is hidden, and when queries would be less to send."""
+    """When what a ring sends is hidden, and when queries would be less to send, in words."""
     rows = list(overlap(sweep, isl, link))
     hidden = [
-        f"{row['rows_needed']:.3g} ({row['entries']})"
+        f"{row['entries']} from {row['rows_needed']:.3g} new tokens a rank on"
         if row["rows_needed"] is not None
-        else f"no number ({row['entries']})"
+        else f"{row['entries']} never"
         for row in rows
     ]
     shares = [f"{row['pass_q_below_pct']:.3g} % ({row['entries']})" for row in rows]
     return (
-        f"{sweep.resolved.name}, cp {sweep.config.parallel.cp}, ISL {tokens(isl)}, {link} link: "
-        "passing KV on, as a ring does, is predicted to be hidden from "
-        f"{' and '.join(hidden)} of new tokens a rank on, a step having {rows[0]['rows']:.4g}; "
-        "passing queries would send less where new tokens are below "
-        f"{' and '.join(shares)} of the prompt so far, the last step's being "
-        f"{rows[0]['new_pct']:.3g} %."
+        f"{sweep.resolved.name}, cp {sweep.config.parallel.cp}, ISL {tokens(isl)}, {link} link: a "
+        f"ring is predicted to hide the transfer of {', of '.join(hidden)}; a step has "
+        f"{rows[0]['rows']:.4g}. Passing queries in place of KV would send less where the new "
+        f"tokens are less than {' or '.join(shares)} of the prompt so far; those of the last step "
+        f"are {rows[0]['new_pct']:.3g} %."
     )
 
 

@@ -13,7 +13,7 @@ from kllm.models.glm_moe_dsa_config import DENSE, FULL, SHARED, GlmMoeDsaConfig
 from kllm.models.llama import LlamaConfig
 from kllm.parallel.footprint import BEHIND, EMBEDDING, ModelShape, RequestState, TokenState, Weights
 from kllm.parallel.layout import Dimensions
-from kllm.parallel.overlap import PICK_BYTES, AttentionShape, Phase
+from kllm.parallel.overlap import PICK_BYTES, AttentionShape, DenseHeads, Phase
 from kllm.quant.entry import DTYPE_BYTES
 
 Entries = Mapping[str, Mapping[str, float]]  # bytes of an entry by state and KV dtype
@@ -158,7 +158,19 @@ def _llama(c: LlamaConfig, entries: Entries, common: dict[str, Any]) -> ModelSha
                 ("vocabulary entries", c.vocab_size),
             ),
         ),
-        attention=(AttentionShape(name="GQA", layers=layers, phases=(keys,)),),
+        attention=(
+            AttentionShape(
+                name="GQA",
+                layers=layers,
+                phases=(keys,),
+                dense=DenseHeads(
+                    heads=c.num_attention_heads,
+                    kv_heads=c.num_key_value_heads,
+                    dim=c.head_dim,
+                    value_dim=c.head_dim,
+                ),
+            ),
+        ),
         streams=1,
         experts_per_token=0,
         **common,
@@ -210,8 +222,17 @@ def _latent_attention(c: GlmMoeDsaConfig, entries: Entries) -> tuple[AttentionSh
         row_bytes=_state_bytes(heads, c.v_head_dim),
     )
     if c.indexer is None:
+        expanded_heads = DenseHeads(
+            heads=heads, kv_heads=heads, dim=c.qk_head_dim, value_dim=c.v_head_dim
+        )
         return (
-            AttentionShape(name="MLA", layers=c.layers_of(DENSE), phases=(dense,), other_form=form),
+            AttentionShape(
+                name="MLA",
+                layers=c.layers_of(DENSE),
+                phases=(dense,),
+                other_form=form,
+                dense=expanded_heads,
+            ),
         )
     index = Phase(
         name="index keys",

@@ -64,6 +64,16 @@ class Phase:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DenseHeads:
+    """Heads of attention to every key of a block, as the block kernel sees them."""
+
+    heads: int
+    kv_heads: int
+    dim: int  # channels of a query and of a key
+    value_dim: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class AttentionShape:
     """The attention of some layers: phases run one after the other, each a round of the ring.
 
@@ -74,6 +84,7 @@ class AttentionShape:
     layers: tuple[int, ...]
     phases: tuple[Phase, ...]
     other_form: Phase | None = None  # of the last phase
+    dense: DenseHeads | None = None  # None: only selected or compressed keys are attended to
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,6 +4,7 @@ import statistics
 
 from kllm.bench.ring_kernel import BlockShape, block_rates
 from kllm.hardware.measured import Ceilings
+from kllm.parallel.overlap import DenseHeads
 
 CEILINGS = Ceilings(
     device="cpu",
@@ -15,7 +16,8 @@ CEILINGS = Ceilings(
 
 
 def test_rate_counts_both_products_over_the_median_time() -> None:
-    shape = BlockShape(queries=8, keys=32, heads=4, kv_heads=2, dim=24, value_dim=16)
+    heads = DenseHeads(heads=4, kv_heads=2, dim=24, value_dim=16)
+    shape = BlockShape(queries=8, keys=32, heads=heads)
     assert shape.flops == 2 * 8 * 32 * 4 * 24 + 2 * 8 * 32 * 4 * 16
     rates = block_rates(shape, CEILINGS, dtype="bfloat16", device="cpu", repeats=3)
     assert list(rates) == ["torch"]

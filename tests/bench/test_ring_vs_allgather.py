@@ -116,7 +116,13 @@ def test_a_slice_tells_links_apart_and_what_they_expose(tmp_path: Path) -> None:
     assert "llama-3-8b, cp 2, chunk 256, ISL 1K:" in result.boundary
     [told] = [n for n in result.notes if n.startswith("llama-3-8b, cp 2, ISL 1K, nvlink4 link")]
     # The tiny llama has as many KV heads as half of its query heads.
-    assert "below 100 % (keys and values) of the prompt so far, the last step's being 25 %" in told
+    assert "less than 100 % (keys and values) of the prompt so far" in told
+    assert told.endswith("those of the last step are 25 %.")
+    # The tiny GLM's own attention selects; a llama's step over a block is timed alone.
+    [kernel] = rows_of(result, "block kernel")
+    assert (kernel["model"], kernel["queries"], kernel["keys"]) == ("llama-3-8b", 128, 512)
+    assert kernel["of_matmul_pct"] > 0
+    assert any("A dense step of a ring (GQA, 128 queries, 512 keys)" in n for n in result.notes)
 
 
 def test_lengths_that_do_not_fit_are_marked_and_the_ring_goes_on(
