@@ -1,6 +1,6 @@
 """Drives a network through hand-made plans: any chunking of any requests, no engine."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -95,5 +95,21 @@ class Harness:
         out, start = [], 0
         for size in chunks:
             out.append(self.step({request: token_ids[start : start + size]})[request])
+            start += size
+        return torch.cat(out)
+
+    def attend(
+        self,
+        attention: Callable[[Tensor, ForwardContext], Tensor],
+        x: Tensor,
+        chunks: Sequence[int],
+    ) -> Tensor:
+        """What one layer's attention alone makes of x [T, hidden], fed in chunks."""
+        out, start = [], 0
+        for size in chunks:
+            _, plan = self.plan({0: [0] * size})
+            ctx = ForwardContext.from_plan(plan, self.pool, self.device)
+            out.append(attention(x[start : start + size], ctx))
+            self.lengths[0] += size
             start += size
         return torch.cat(out)

@@ -95,14 +95,7 @@ def attended(folder: Path, layer: int, kv_dtype: str, chunks: Sequence[int]) -> 
     write_checkpoint(folder, {**TINY, "index_topk": 64}, seed=0)
     attention = load_ours(folder).layers[str(layer)].attn
     x = torch.randn(sum(chunks), 64, generator=torch.Generator().manual_seed(1))
-    harness, outs, start = Harness(pair()[0], kv_dtype=kv_dtype), [], 0
-    for size in chunks:
-        _, plan = harness.plan({0: PROMPT[start : start + size]})
-        ctx = ForwardContext.from_plan(plan, harness.pool, x.device)
-        outs.append(attention(x[start : start + size], ctx))
-        harness.lengths[0] += size
-        start += size
-    return torch.cat(outs)
+    return Harness(pair()[0], kv_dtype=kv_dtype).attend(attention, x, chunks)
 
 
 @pytest.mark.parametrize("layer", [0, 1, 2], ids=lambda i: KINDS[i])
