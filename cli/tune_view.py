@@ -82,7 +82,7 @@ class PlainView(Watcher):
         """Say what is measured again, once for each candidate."""
         self.doing = f"run {done + 1} of {total} "
         if done == 0:
-            self.line(f"measuring #{trial.number} and the default again in turn, {total} runs")
+            self.line(f"measuring {self.again(trial)}, {total} runs")
         else:
             self._still("")
 
@@ -93,6 +93,12 @@ class PlainView(Watcher):
     def _still(self, how_far: str) -> None:
         if self.clock() - self.said_s >= SILENCE_S:
             self.line(f"  {self.doing}{how_far}".rstrip())
+
+    def again(self, trial: Trial) -> str:
+        """What is measured again: a candidate in turn with the default, or the default alone."""
+        if self.setup is not None and dict(trial.settings) == dict(self.setup.space.default):
+            return f"#{trial.number}, the default, again"
+        return f"#{trial.number} and the default again in turn"
 
     def cells(self, trial: Trial) -> tuple[str, str, str, str]:
         """Number, settings, state, and value or reason."""
@@ -135,7 +141,7 @@ class LiveView(PlainView):
 
     def comparing(self, trial: Trial, done: int, total: int) -> None:
         """Show how far the comparison is."""
-        self.status = f"#{trial.number} and the default again in turn: {done} of {total} runs"
+        self.status = f"{self.again(trial)}: {done} of {total} runs"
         self.draw()
 
     def running(self, share: float) -> None:

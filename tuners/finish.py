@@ -233,7 +233,7 @@ def conclude(
 
 
 def _missed(goal: Goal) -> str:
-    return f"measured again, it misses {goal.slo}"
+    return f"missed {goal.slo} when measured again"
 
 
 def _meets(goal: Goal, runs: Sequence[Metrics]) -> bool:
@@ -278,14 +278,14 @@ def _verdict(goal: Goal, comparison: Comparison, words: str) -> str:
 
 def _unconfirmed(goal: Goal, comparison: Comparison, words: str) -> str:
     others = len(comparison.dropped) - 1
-    nor = f", nor did the next best {others}" if others > 0 else ""
+    nor = ", nor did the next best" + (f" {others}" if others > 1 else "") if others > 0 else ""
     text = f"{words} did not hold up ({comparison.failure}){nor}"
     if not comparison.misses_slo(goal):
         return f"No better than default: {text}."
     attained = float(np.median([m["attainment"] for m in comparison.default]))
     return (
-        f"Misses its SLO: {text}; the default settings, which remain, miss it as well, with "
-        f"{attained:.0%} of requests within the limits."
+        f"Misses its SLO: {text}. What remains are the default settings, with {attained:.0%} of "
+        "requests within the limits."
     )
 
 

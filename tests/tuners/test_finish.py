@@ -156,7 +156,7 @@ def test_verdict_says_when_the_default_misses_the_slo_as_well() -> None:
     seen = Comparison(conclusion="unconfirmed", default=(missed,), failure="it misses")
     said = verdict(goal, seen, "max_batch=4")
     assert said.startswith("Misses its SLO")
-    assert "miss it as well, with 50%" in said
+    assert "What remains are the default settings, with 50%" in said
     met = Comparison(conclusion="unconfirmed", default=({"attainment": 1.0},), failure="it misses")
     assert verdict(goal, met, "max_batch=4").startswith("No better than default")
 
