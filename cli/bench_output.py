@@ -58,6 +58,8 @@ def series_table(series: "Series", width: int) -> "tuple[str, Table, list[str]]"
     shown = [n for n in names if n != "reason" and not n.endswith(NOT_SHOWN)]
     # All is alike in a single row: there the heading says what ran.
     alike = {n: cell for n, cell in _alike(shown, rows).items() if len(rows) > 1 or n in RAN}
+    if len(shown) - len(alike) < 2:  # one column left would be a table without a figure
+        alike = {n: cell for n, cell in alike.items() if n in RAN}
     columns = [n for n in shown if n not in alike] or shown
     said = [f"{_heading(name)} {cell}" for name, cell in alike.items() if cell]
     heading = ", ".join([_heading(series.name), *(words for words in said if words != FINE)])

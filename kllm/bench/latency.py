@@ -18,6 +18,7 @@ from kllm.bench.workloads import Lengths, Workload
 from kllm.errors import CapacityError, ConfigError
 from kllm.hardware import ceilings
 from kllm.models.load import resolve
+from kllm.results.compare import number
 from kllm.results.stats import median_ci
 
 KNEE = 1.5  # a step this many times longer than the smallest batch's: batching is no longer free
@@ -120,7 +121,7 @@ class LatencyBench:
             return
         first, last = rows[0], rows[-1]
         record.verdict = "; ".join(
-            f"batch {row['batch']}: {row['step_ms']:.3g} ms a decode step, "
+            f"batch {row['batch']}: {number(row['step_ms'])} ms a decode step, "
             f"{row['achieved_over_floor']:.3g} times its floor"
             for row in ([first] if first is last else [first, last])
         )
@@ -140,7 +141,7 @@ def _boundary(rows: Sequence[Mapping[str, Any]]) -> str:
         )
     return (
         f"In the swept range (batch {first['batch']} to {last['batch']}) no step takes more than "
-        f"{KNEE} times the first."
+        f"{KNEE} times as long as at batch {first['batch']}."
     )
 
 

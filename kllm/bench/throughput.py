@@ -20,6 +20,7 @@ from kllm.bench.workloads import Workload
 from kllm.errors import CapacityError, ConfigError
 from kllm.hardware import cached_ceilings
 from kllm.models.load import resolve
+from kllm.results.compare import number
 from kllm.results.schema import Direction
 
 KNEE_GAIN = 1.05  # less than this much more throughput from the next load: it is saturated
@@ -105,9 +106,16 @@ class ThroughputBench:
             record.verdict = "No load could be measured."
             return
         best = max(rows, key=lambda row: row["output_tokens_per_s"])
+        rate, ttft, tpot = (
+            number(best[name]) for name in ("output_tokens_per_s", "ttft_p50_ms", "tpot_p50_ms")
+        )
         record.verdict = (
-            f"Most output at {best['load']}: {best['output_tokens_per_s']:.4g} tokens/s with "
-            f"TTFT p50 {best['ttft_p50_ms']:.3g} ms and TPOT p50 {best['tpot_p50_ms']:.3g} ms."
+            f"Most output at {best['load']}: {rate} tokens/s with TTFT p50 {ttft} ms and "
+            f"TPOT p50 {tpot} ms."
+        )
+        record.notes.append(
+            "A load is written as prompt tokens:output tokens, or its name, and then the requests "
+            "in flight, or with /s those a second."
         )
         record.boundary = _boundary(rows)
 

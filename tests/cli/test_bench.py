@@ -44,12 +44,22 @@ def test_columns_that_are_alike_in_all_rows_move_to_the_heading() -> None:
     assert [column.header for column in table.columns] == ["ISL", "ring tok/s"]
 
 
+def test_a_table_keeps_the_figure_beside_what_it_is_swept_over() -> None:
+    rows = [{"cp": 2, "prompt_tokens": isl, "imbalance": 1.0} for isl in (4, 8)]
+    heading, table, _ = series_table(Series.of("balance", rows), 80)
+    assert heading == "balance, cp 2"
+    assert [column.header for column in table.columns] == ["ISL", "imbalance"]
+
+
 def test_reasons_are_footnotes_that_states_refer_to() -> None:
     reasons = (None, "it is too large", "it took too long", "it is too large")
-    rows = [{"batch": 1, "state": "failed" if why else "ok", "reason": why} for why in reasons]
+    rows = [
+        {"batch": n, "state": "failed" if why else "ok", "reason": why}
+        for n, why in enumerate(reasons)
+    ]
     _, table, footnotes = series_table(Series.of("sweep", rows), 80)
-    assert [column.header for column in table.columns] == ["state"]
-    assert list(table.columns[0].cells) == ["ok", "failed (1)", "failed (2)", "failed (1)"]
+    assert [column.header for column in table.columns] == ["batch", "state"]
+    assert list(table.columns[1].cells) == ["ok", "failed (1)", "failed (2)", "failed (1)"]
     assert footnotes == ["(1) it is too large", "(2) it took too long"]
 
 
