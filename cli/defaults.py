@@ -53,7 +53,7 @@ def read_defaults(path: Path, command: Any) -> dict[str, Any]:
 
 def _checked(path: Path, table: Any, command: Any, at: tuple[str, ...]) -> dict[str, Any]:
     commands = getattr(command, "commands", {})
-    params = {p.name.replace("_", "-"): p for p in command.params if p.name and p.name != "help"}
+    params = {p.opts[0].lstrip("-"): p for p in command.params if p.name != "help"}
     result: dict[str, Any] = {}
     for key, value in table.items():
         where = ".".join((*at, key))

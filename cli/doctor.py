@@ -62,7 +62,7 @@ def advice(machine: "Machine") -> list[str]:
         )
     if machine.missing:
         names = ", ".join(lib.name for lib in machine.missing)
-        found.append(f"Not installed: {names}. kLLM runs without, the table says what for.")
+        found.append(f"Not installed: {names}. kLLM runs without; the table says what each is for.")
     return found
 
 
@@ -89,7 +89,8 @@ def _libraries(machine: "Machine") -> Any:
     from rich.markup import escape
     from rich.table import Table
 
-    table = Table("library", "version", "for", "install")
+    table = Table("library", "version", "for")
+    table.add_column("install", overflow="fold")  # to be copied: never cut
     for lib in machine.libraries:
         if lib.version is None and lib.gpu_only and not machine.gpus:
             table.add_row(lib.name, "not needed without a GPU", lib.purpose, "")

@@ -11,8 +11,9 @@ if TYPE_CHECKING:
 def print_deployment(found: "Deployment", memory_fraction: float) -> None:
     """Memory and capacity, then the transfers of a step, then the kinds of context parallelism."""
     out.print(_memory(found, memory_fraction))
+    cached = f" behind {found.load.cached:,} cached ones" if found.load.cached else ""
     steps = (
-        (f"prefill of {found.load.tokens:,} tokens behind {found.load.cached:,}", found.prefill),
+        (f"prefill of {found.load.tokens:,} tokens{cached}", found.prefill),
         (f"decode of {found.load.batch:,} requests", found.decode),
     )
     for title, transfers in steps:
@@ -26,8 +27,9 @@ def print_deployment(found: "Deployment", memory_fraction: float) -> None:
             out.print(sentence, highlight=False, soft_wrap=True)
     link = found.device.link
     out.print(
-        f"Modelled, in each request-DP group; link of {size(link.bytes_per_s)}/s and "
-        f"{link.latency_s * 1e6:.3g} us a call. Times are those of the link, nothing hidden.",
+        "Modelled, for the load of one request-DP group, over a link of "
+        f"{size(link.bytes_per_s)}/s and {link.latency_s * 1e6:.3g} us a call. Times are those of "
+        "the link, nothing hidden.",
         highlight=False,
         soft_wrap=True,
     )

@@ -1,6 +1,7 @@
 """Defaults from a TOML file are checked key by key."""
 
 from pathlib import Path
+from typing import Annotated
 
 import pytest
 import typer
@@ -19,7 +20,7 @@ def tune(trials: int = 3, slo: list[str] = [], graphs: bool = True) -> None:  # 
 
 
 @group.command()
-def latency(batch: int = 1) -> None:
+def latency(batch: int = 1, as_json: Annotated[bool, typer.Option("--json")] = False) -> None:
     """A command in a group."""
 
 
@@ -31,9 +32,10 @@ def read(tmp_path: Path, text: str) -> dict[str, object]:
 
 def test_tables_become_defaults_of_commands(tmp_path: Path) -> None:
     text = "[tune]\ntrials = 40\nslo = ['a', 'b']\ngraphs = false\n[bench.latency]\nbatch = 8\n"
+    text += "json = true  # by the option's name, not the parameter's\n"
     assert read(tmp_path, text) == {
         "tune": {"trials": 40, "slo": ["a", "b"], "graphs": False},
-        "bench": {"latency": {"batch": 8}},
+        "bench": {"latency": {"batch": 8, "as_json": True}},
     }
 
 
