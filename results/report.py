@@ -172,7 +172,11 @@ def machine_facts(fingerprint: Fingerprint) -> list[tuple[str, str]]:
 
 
 def _pairs(values: Mapping[str, Any]) -> str:
-    return ", ".join(f"{key} {value}" for key, value in values.items() if value is not None)
+    return ", ".join(
+        f"{key} ({_pairs(value)})" if isinstance(value, Mapping) else f"{key} {value}"
+        for key, value in values.items()
+        if value is not None and value != ""
+    )
 
 
 def _claim_cells(row: ClaimRow) -> list[str]:

@@ -122,7 +122,8 @@ def _scale_y(axes: Axes, values: NDArray[np.float64], *, log_from: float) -> Non
         axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
     else:
-        axes.set_ylim(bottom=min(0.0, 1.05 * low))
+        bottom, top = min(0.0, 1.05 * low), axes.get_ylim()[1]
+        axes.set_ylim(bottom, top + 0.05 * (top - bottom))  # room for the highest marker
 
 
 def crossing(x: Sequence[float], y: Sequence[float]) -> float | None:

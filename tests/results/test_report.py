@@ -12,7 +12,7 @@ from kllm.results.chart_style import axis_label, short
 from kllm.results.report import render_html, render_markdown
 from kllm.results.schema import RunResult, Series
 from kllm.results.study_charts import pareto_front
-from kllm.results.sweep_charts import crossing
+from kllm.results.sweep_charts import crossing, sweep_chart
 from tests.results import samples
 
 STUDY_TITLES = [
@@ -99,6 +99,22 @@ def test_missing_or_empty_series_leave_the_chart_out(series: tuple[Series, ...])
     result = samples.bench(series=series)
     assert charts.charts_of(result) == []
     assert "Decode runs" in render_html([result])
+
+
+@pytest.mark.parametrize("low", [95.0, 100.0], ids=["close together", "constant"])
+def test_the_highest_marker_of_a_sweep_is_inside_its_chart(low: float) -> None:
+    series = Series.of("sweep", [{"batch": 1, "step_ms": low}, {"batch": 4, "step_ms": 100.0}])
+    figure = sweep_chart(series)
+    assert figure is not None
+    bottom, top = figure.axes[0].get_ylim()
+    assert bottom == 0
+    assert top > 104
+
+
+def test_facts_of_a_run_are_words_not_code() -> None:
+    workload = {"name": "chat", "slo": {"ttft_s": 2.0, "tpot_s": None}, "trace": ""}
+    html = render_html([samples.bench(workload=workload)])
+    assert "name chat, slo (ttft_s 2.0)" in html
 
 
 def test_charts_are_valid_xml_in_the_colours_of_the_page() -> None:
