@@ -34,6 +34,7 @@ from kllm.results.schema import (
 
 MAX_INLINE_ROWS = 500
 PARTIAL = ".partial.jsonl"
+MAX_FILE_BYTES = 1 << 28  # many times the largest result: beyond it is a device, or another file
 
 
 def write_atomic(path: Path, content: bytes) -> None:
@@ -114,12 +115,18 @@ def read_bytes(path: Path) -> bytes:
     """A file's content.
 
     Raises:
-        DataError: it cannot be read.
+        DataError: it cannot be read, or is no result by its size.
     """
     try:
-        return path.read_bytes()
+        with path.open("rb") as file:
+            raw = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise DataError(f"cannot read {path}: {error.strerror or error}") from error
+    if len(raw) > MAX_FILE_BYTES:
+        raise DataError(
+            f"{path} holds more than {MAX_FILE_BYTES >> 20} MiB, more than any result does"
+        )
+    return raw
 
 
 def parse(path: Path, raw: bytes) -> RunResult:

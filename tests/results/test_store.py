@@ -62,6 +62,14 @@ def test_unreadable_result_names_file_and_field(tmp_path: Path, content: bytes, 
     assert words in str(caught.value)
 
 
+def test_a_file_that_does_not_end_is_not_read_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "MAX_FILE_BYTES", 1 << 20)
+    with pytest.raises(DataError, match="/dev/zero holds more than 1 MiB"):
+        store.load(Path("/dev/zero"))
+
+
 def test_missing_csv_is_named(tmp_path: Path) -> None:
     rows = [{"i": n} for n in range(501)]
     path = store.save(samples.bench(series=(Series.of("rows", rows),)), tmp_path / "r.json")
