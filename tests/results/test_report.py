@@ -103,7 +103,7 @@ def test_missing_or_empty_series_leave_the_chart_out(series: tuple[Series, ...])
 
 @pytest.mark.parametrize("low", [95.0, 100.0], ids=["close together", "constant"])
 def test_the_highest_marker_of_a_sweep_is_inside_its_chart(low: float) -> None:
-    series = Series.of("sweep", [{"batch": 1, "step_ms": low}, {"batch": 4, "step_ms": 100.0}])
+    series = Series.of("sweep", [{"batch": 1, "ttft_ms": low}, {"batch": 4, "ttft_ms": 100.0}])
     figure = sweep_chart(series)
     assert figure is not None
     bottom, top = figure.axes[0].get_ylim()
