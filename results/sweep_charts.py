@@ -6,7 +6,7 @@ import numpy as np
 import pandas as pd
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, NullFormatter
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 from numpy.typing import NDArray
 
 from kllm.results.chart_style import (
@@ -119,6 +119,7 @@ def _scale_y(axes: Axes, values: NDArray[np.float64], *, log_from: float) -> Non
     low, high = float(values.min()), float(values.max())
     if low > 0 and high / low > log_from:
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))  # labels within a decade
         axes.yaxis.set_major_formatter(FuncFormatter(lambda v, _: f"{v:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
     else:

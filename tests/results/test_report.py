@@ -111,6 +111,13 @@ def test_the_highest_marker_of_a_sweep_is_inside_its_chart(low: float) -> None:
     assert top > 104
 
 
+def test_a_log_axis_has_labels_within_a_decade() -> None:
+    series = Series.of("sweep", [{"batch": 1, "ttft_ms": 11.0}, {"batch": 4, "ttft_ms": 900.0}])
+    figure = sweep_chart(series)
+    assert figure is not None
+    assert {20, 50, 100, 200, 500} <= set(figure.axes[0].get_yticks())
+
+
 def test_facts_of_a_run_are_words_not_code() -> None:
     workload = {"name": "chat", "slo": {"ttft_s": 2.0, "tpot_s": None}, "trace": ""}
     html = render_html([samples.bench(workload=workload)])
