@@ -26,7 +26,7 @@ def compare(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Say for every metric whether the candidate is better, worse, the same, or not known.
+    """Say for every metric whether the candidate is better, worse or the same, or can't be told.
 
     Exit code 1 when a metric is worse, 2 when the results cannot be compared.
     """

@@ -52,7 +52,7 @@ def tune(
         int | None, typer.Option(min=1, help="Requests in flight, with --isl and --osl.")
     ] = None,
     requests: Annotated[
-        int | None, typer.Option(min=1, help="Requests of a trial; default: about 5 s of them.")
+        int | None, typer.Option(min=1, help="Requests of a trial; default: as many as take 5 s.")
     ] = None,
     objective: Annotated[
         list[str] | None,
