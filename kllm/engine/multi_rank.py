@@ -15,7 +15,7 @@ from kllm.engine.rank import DeviceMemory
 from kllm.engine.rank_pool import RankPool, check_host_memory, launch
 from kllm.engine.rank_protocol import Allocate, Build, Join, Release, Settle
 from kllm.engine.rank_steps import RankSteps
-from kllm.errors import CapacityError
+from kllm.errors import CapacityError, ConfigError
 from kllm.models.load import ResolvedModel, rank_bytes
 from kllm.parallel.distributed import host_store
 from kllm.parallel.layout import place
@@ -50,11 +50,15 @@ class MultiRankExecutor:
                 f"the layout has {layout.world} ranks and {self._pool.world} processes run; "
                 "start more, or choose a smaller layout"
             )
+        if self._pool.taken:
+            raise ConfigError(
+                "these ranks run another engine; close it, or start ranks for this one"
+            )
+        self._pool.taken = True
         try:
             self._set_up(config, resolved)
         except BaseException:
-            if self._owns_pool:
-                self._pool.kill()
+            self.close()
             raise
 
     def _set_up(self, config: EngineConfig, resolved: ResolvedModel) -> None:
@@ -99,6 +103,7 @@ class MultiRankExecutor:
             self._pool.close()
         elif self._pool.alive:
             self._pool.call([Release()] * self._layout.world)
+        self._pool.taken = False
 
 
 def smallest(budgets: Sequence[KVBudget]) -> KVBudget:

@@ -112,6 +112,7 @@ class RankPool:
         self.ranks = list(ranks)
         self.host = host
         self.nursery = nursery
+        self.taken = False  # by a layout
         self._patience = Patience(1 + (len(ranks) if local is None else local))
         self._poll = select.poll()
         self._numbers: dict[int, int] = {}  # of ranks, by the descriptor of their connection

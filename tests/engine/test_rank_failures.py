@@ -267,8 +267,21 @@ def test_an_engine_that_cannot_be_set_up_ends_its_ranks(
     where = "engine.Scheduler" if scheduler else "multi_rank.sharing_of"
     monkeypatch.setattr(f"kllm.engine.{where}", refuse)
     with pytest.raises(ConfigError, match="no"):
+        engine(model, pool)
+    assert pool.alive, "they are the caller's"
+    with pytest.raises(ConfigError, match="no"):  # as before: they can be used again
         engine(model, None)
     assert not pool.alive
+
+
+def test_ranks_run_one_engine_at_a_time(model: Path, pool: RankPool) -> None:
+    first = engine(model, pool)
+    start(first)
+    with pytest.raises(ConfigError, match="these ranks run another engine"):
+        engine(model, pool)
+    first.step()
+    first.close()
+    engine(model, pool).close()
 
 
 def test_an_error_of_a_rank_is_reported_once(model: Path, pool: RankPool) -> None:
