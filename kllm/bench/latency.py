@@ -16,7 +16,7 @@ from kllm.bench.serve_loop import ServingEngine, WorkloadRun, run_workload, warm
 from kllm.bench.timing import Failed, attempt
 from kllm.bench.workloads import Lengths, Workload
 from kllm.errors import CapacityError, ConfigError
-from kllm.hardware import ceilings
+from kllm.hardware import Ceilings, ceilings
 from kllm.models.load import resolve
 from kllm.results.compare import number
 from kllm.results.stats import median_ci
@@ -79,6 +79,7 @@ class LatencyBench:
                 ctx.progress(f"batch {batch}", done, len(batches))
                 floor = cost.decode_floor(batch, self.isl + self.osl // 2)
                 self._point(ctx, record, engine, batch, floor.seconds)
+        record.notes.append(_floor_note(found, resolved.dtype))
         if any(row["achieved_over_floor"] < 1 for row in record.ok_rows("sweep")):
             record.notes.append(found.beaten)
         ctx.progress("done", len(batches), len(batches))
@@ -126,6 +127,15 @@ class LatencyBench:
             for row in ([first] if first is last else [first, last])
         )
         record.boundary = _boundary(rows)
+
+
+def _floor_note(found: Ceilings, dtype: str) -> str:
+    when = f" at {found.measured_at}" if found.measured_at else ""
+    return (
+        "The floor of a step adds those of weights, experts, attention and head: for each the "
+        f"larger of its bytes over {number(found.read_bytes_per_s / 1e9)} GB/s and its operations "
+        f"over {number(found.matmul(dtype) / 1e12)} TFLOP/s, measured on this machine{when}."
+    )
 
 
 def _boundary(rows: Sequence[Mapping[str, Any]]) -> str:

@@ -11,6 +11,7 @@ from kllm.config import EngineConfig
 from kllm.models.devices import choose_device
 from kllm.parallel.link import parse_link
 from kllm.results.claims import claim_of, status_of
+from kllm.results.compare import number
 
 CLAIM = "ring-vs-allgather/throughput_change_pct"
 CLAIM_ISL = 512 * 1024
@@ -51,7 +52,8 @@ def conclude(record: Record) -> None:
     few = sum("ratio_lo" not in row for row in rows)
     if few:
         record.notes.append(
-            f"With fewer than 3 rounds differences may be noise: so in {few} of {len(rows)} points."
+            f"{few} of {len(rows)} points were measured in fewer than 3 rounds: their "
+            "differences may be noise."
         )
     _kernel(record)
     _exposed(record)
@@ -75,7 +77,7 @@ def _kernel(record: Record) -> None:
         best = max(rows, key=lambda row: row["of_matmul_pct"])
         record.notes.append(
             f"A dense step of a ring ({best['attention']}, {tokens(best['queries'])} queries, "
-            f"{tokens(best['keys'])} keys) reaches {best['tflops_per_s']:.3g} TFLOP/s with "
+            f"{tokens(best['keys'])} keys) reaches {number(best['tflops_per_s'])} TFLOP/s with "
             f"{best['kernel']}, {best['of_matmul_pct']:.3g} % of the measured matmul rate."
         )
 
@@ -225,8 +227,12 @@ def _along_bandwidth(rows: Sequence[Row]) -> Iterator[str]:
         longest = max(row["prompt_tokens"] for row in group)
         here = [row for row in group if row["prompt_tokens"] == longest]
         if len(here) > 1:
-            spots = _spots(here, _gb_per_s, lambda x: f"{x:.3g} GB/s", "bandwidth")
+            spots = _spots(here, _gb_per_s, _gigabytes, "bandwidth")
             yield f"{_about(here[0])}, ISL {tokens(longest)}: {spots}."
+
+
+def _gigabytes(rate: float) -> str:
+    return f"{rate:.3g} GB/s" if rate < 1000 else f"{rate:,.0f} GB/s"
 
 
 def _gb_per_s(row: Row) -> float:

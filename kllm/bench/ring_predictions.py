@@ -26,6 +26,7 @@ from kllm.parallel.overlap import (
     pass_q_share,
     predict_prompt,
 )
+from kllm.results.compare import number
 
 BANDWIDTHS = (1e9, 4e12)  # bytes a second, where predicted crossings are looked for
 LAYOUT = ("model", "cp", "chunk")  # columns that say what ran
@@ -146,7 +147,7 @@ def pass_kv_or_q(sweep: Sweep, isl: int, link: str) -> str:
     """When what a ring sends is hidden, and when queries would be less to send, in words."""
     rows = list(overlap(sweep, isl, link))
     hidden = [
-        f"{row['entries']} from {row['rows_needed']:.3g} new tokens a rank on"
+        f"{row['entries']} from {number(row['rows_needed'])} new tokens a rank on"
         if row["rows_needed"] is not None
         else f"{row['entries']} never"
         for row in rows
@@ -155,7 +156,7 @@ def pass_kv_or_q(sweep: Sweep, isl: int, link: str) -> str:
     return (
         f"{sweep.resolved.name}, cp {sweep.config.parallel.cp}, ISL {tokens(isl)}, {link} link: a "
         f"ring is predicted to hide the transfer of {', of '.join(hidden)}; a step has "
-        f"{rows[0]['rows']:.4g}. Passing queries in place of KV would send less where the new "
+        f"{number(rows[0]['rows'])}. Passing queries in place of KV would send less where the new "
         f"tokens are less than {' or '.join(shares)} of the prompt so far; those of the last step "
         f"are {rows[0]['new_pct']:.3g} %."
     )
@@ -174,7 +175,7 @@ def predicted_crossings(sweep: Sweep, isl: int, link: str) -> str:
     spots = [
         f"{found.below} is better below {found.at / 1e9:.3g} GB/s, {found.above} above"
         for found in crossings(times, low, high)
-    ] or [f"{times(low).best} is better from {low / 1e9:.3g} to {high / 1e9:.3g} GB/s"]
+    ] or [f"{times(low).best} is better from {number(low / 1e9)} to {number(high / 1e9)} GB/s"]
     return (
         f"Predicted for the attention alone of {sweep.resolved.name}, cp {setting.ranks}, chunk "
         f"{tokens(sweep.chunk)}, ISL {tokens(isl)}: {'; '.join(spots)}."

@@ -169,7 +169,9 @@ def test_a_limit_ends_the_rounds_of_a_layout_after_the_first(tmp_path: Path) -> 
     assert rows_of(result, "balance")[0]["measured_over_mean"] is None
     assert len(result.metrics["ring_s.llama-3-8b.cp2.chunk256.nvlink4.isl300"].values) == 1
     assert any("1 of 3 rounds fit the limit of 0.001 s" in note for note in result.notes)
-    assert any("so in 1 of 1 points" in note for note in result.notes)
+    assert any(
+        "1 of 1 points were measured in fewer than 3 rounds" in note for note in result.notes
+    )
 
 
 def test_the_estimate_grows_with_what_runs_and_ends_at_the_limit() -> None:
