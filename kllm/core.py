@@ -8,6 +8,7 @@ import enum
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import compress
 
 import numpy as np
 from numpy.typing import NDArray
@@ -132,6 +133,13 @@ class Plan:
     def num_tokens(self) -> int:
         """T: query tokens of all requests."""
         return len(self.token_ids)
+
+    @property
+    def sampled(self) -> tuple[Request, ...]:
+        """[S] the requests that get a token in this step."""
+        if self.samples.all():
+            return self.requests
+        return tuple(compress(self.requests, self.samples.tolist()))
 
 
 @dataclass(slots=True)

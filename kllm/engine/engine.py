@@ -38,7 +38,6 @@ class StepStats:
 
     num_tokens: int = 0
     num_decodes: int = 0  # requests that ran a single token
-    num_prefill_tokens: int = 0
     schedule_s: float = 0.0  # choosing and building the plan
     execute_s: float = 0.0
     run_s: float = 0.0  # of that: the slowest rank's, from its plan to its tokens
@@ -242,7 +241,6 @@ class Engine:
             stats=StepStats(
                 num_tokens=num_tokens,
                 num_decodes=num_decodes,
-                num_prefill_tokens=num_tokens - num_decodes,
                 schedule_s=planned - begin,
                 execute_s=executed - planned,
                 run_s=self._executor.run_s,
@@ -276,9 +274,7 @@ class Engine:
     ) -> Sequence[Request]:
         """Give a group's requests their tokens; those that end join `ended`."""
         finished = scheduler.update(plan, outcome.token_ids)
-        requests: Sequence[Request] = plan.requests
-        if not plan.samples.all():
-            requests = [r for r, yes in zip(requests, plan.samples, strict=True) if yes]
+        requests = plan.sampled
         if outcome.logprobs is not None:
             for request, logprobs in zip(requests, outcome.logprobs, strict=True):
                 _keep(request, logprobs)

@@ -127,9 +127,7 @@ class InProcessExecutor:
         if plan is None:
             return [None]
         (micro,) = steps_of(plans, self._layout, self.sharing.stripes)
-        requests = plan.requests
-        if not plan.samples.all():
-            requests = tuple(r for r, yes in zip(requests, plan.samples, strict=True) if yes)
+        requests = plan.sampled
         count = len(requests)
         if self._layout.world > 1:
             here = sampled_on(micro, self._cp, self.sharing.stripes)
@@ -150,8 +148,8 @@ class InProcessExecutor:
         The KV pool has to be replaced (`arrange`) before the next step.
         """
         assert self._rank is not None
-        self._cp = self._rank.groups.cp.rank = cp
-        self._rank.place = replace(self._rank.place, cp=cp)
+        self._cp = cp
+        self._rank.stand_for(cp)
 
     def settle(self) -> list[DeviceMemory]:
         """See `DeviceExecutor.settle`."""

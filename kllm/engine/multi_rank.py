@@ -12,8 +12,9 @@ from kllm.engine import torchrun
 from kllm.engine.executor import Sharing, rearranged, sharing_of
 from kllm.engine.memory import KVBudget
 from kllm.engine.rank import DeviceMemory
-from kllm.engine.rank_pool import RankPool, check_host_memory, launch
+from kllm.engine.rank_pool import RankPool, launch
 from kllm.engine.rank_protocol import Allocate, Build, Join, Release, Settle
+from kllm.engine.rank_start import check_host_memory
 from kllm.engine.rank_steps import RankSteps
 from kllm.errors import CapacityError, ConfigError
 from kllm.models.load import ResolvedModel, rank_bytes

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -168,6 +168,14 @@ class Rank:
         tokens, logprobs = self._sampler(logits, requests)
         token_ids = tokens.cpu().numpy()
         return RankOutcome(sampled, token_ids, logprobs, time.perf_counter() - begin)
+
+    def stand_for(self, cp: int) -> None:
+        """Be another context-parallel rank of a slice's group, which has the same weights.
+
+        The KV pool has to be allocated anew before the next step.
+        """
+        self.groups.cp.rank = cp
+        self.place = replace(self.place, cp=cp)
 
     def settle(self) -> DeviceMemory:
         """Wait until the device has done all its work; what its memory was used for since."""

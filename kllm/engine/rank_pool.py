@@ -5,91 +5,24 @@ answer, or reports an error ends them all, with one sentence that names the caus
 """
 
 import contextlib
-import os
 import pickle
 import select
-import signal
-import socket
 import subprocess
-import sys
-import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-import psutil
 import torch
 
 from kllm import env
-from kllm.engine.rank_channel import (
-    PULSE,
-    STEPS,
-    Channel,
-    Patience,
-    identify,
-    listen,
-    new_key,
-)
-from kllm.engine.rank_protocol import AUTHKEY, OBITUARY, Failure, ending
+from kllm.engine.rank_channel import Patience
+from kllm.engine.rank_protocol import Failure
+from kllm.engine.rank_start import SILENCE_S, Nursery, RankLink, start_here
 from kllm.errors import CapacityError, ConfigError, DataError, DependencyError, WorkerError
 
-MODULE = "kllm.engine.rank_process"
-START_S = 120.0  # until every rank must have called back
-SILENCE_S = 20.0  # a rank sends a sign of life every second
-LOOK_MS = 1000  # between two looks for them
+LOOK_MS = 1000  # between two looks for signs of life
 CAUSE_S = 1.0  # after a first sign of trouble: how long to look for the rank that died
 CLOSE_S = 5.0
-SOCKET_PATH_BYTES = 103  # what every system takes, the final zero not counted
-IDLE_BYTES = 64 << 20  # of host memory that a rank has for itself before it holds anything
-
-
-@dataclass(slots=True)
-class RankLink:
-    """The connections to one rank."""
-
-    steps: Channel
-    pulse: socket.socket
-    heard_s: float = field(default_factory=time.monotonic)
-
-    def listen(self) -> None:
-        """Read its signs of life."""
-        with contextlib.suppress(OSError):  # none came; a death shows on the other connection
-            if self.pulse.recv(1 << 12):
-                self.heard_s = time.monotonic()
-
-    def close(self) -> None:
-        """Close both connections."""
-        self.steps.close()
-        self.pulse.close()
-
-
-@dataclass(slots=True)
-class Nursery:
-    """The process that started the ranks of this machine and waits for their ends."""
-
-    process: subprocess.Popen[bytes]
-    log: IO[bytes]  # what it and the ranks print
-
-    def obituary(self) -> str | None:
-        """The first rank that died and how; None while all live."""
-        self.log.seek(0)
-        lines = self.log.read().decode(errors="replace").strip().splitlines()
-        found = [i for i, line in enumerate(lines) if line.startswith(OBITUARY)]
-        if not found:
-            code = self.process.poll()
-            return f"the process that starts ranks {ending(code)}" if code else None
-        first = lines[found[0]].removeprefix(OBITUARY)
-        before = [line for line in lines[: found[0]] if line.strip()]
-        return f"{first}: {before[-1].strip()[:300]}" if before and "exit code" in first else first
-
-    def kill(self) -> None:
-        """End it and all ranks it started."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-        self.log.close()
 
 
 class RankPool:
@@ -253,8 +186,8 @@ class RankPool:
 
 def _silent(i: int) -> str:
     return (
-        f"rank {i} has not been heard of for {SILENCE_S:.0f} s and the job was ended; is its "
-        "process stopped, or its machine overloaded?"
+        f"rank {i} has not been heard of for {SILENCE_S:.0f} s and the job was ended; see "
+        "whether its process was stopped or its machine is overloaded"
     )
 
 
@@ -265,8 +198,8 @@ def _too_late(ranks: Sequence[int], limit_s: float, *, step: bool) -> str:
             "set KLLM_STEP_TIMEOUT_S higher if steps may take that long"
         )
     return (
-        f"ranks {ranks} were not set up within {limit_s:.0f} s and the job was ended; are the "
-        "link between them and the disk with the weights well?"
+        f"ranks {ranks} were not set up within {limit_s:.0f} s and the job was ended; check the "
+        "link between them and the disk with the weights"
     )
 
 
@@ -277,98 +210,4 @@ def launch(world: int) -> RankPool:
         CapacityError: when this machine's memory does not hold their processes.
         WorkerError: when they cannot be started or do not call back.
     """
-    check_host_memory(world)
-    key = new_key()
-    with tempfile.TemporaryDirectory(prefix="kllm-") as folder:
-        address = str(Path(folder) / "ranks")
-        if len(os.fsencode(address)) > SOCKET_PATH_BYTES:
-            raise WorkerError(
-                f"the ranks cannot meet at {address}: the system takes socket paths of at most "
-                f"{SOCKET_PATH_BYTES} bytes; set TMPDIR to a shorter folder"
-            )
-        try:
-            listener = listen(address, backlog=2 * world)
-        except OSError as error:
-            raise WorkerError(
-                f"the ranks cannot meet at {address}: {error.strerror}; set TMPDIR to a folder on "
-                "a local disk"
-            ) from error
-        with listener:
-            nursery = start_ranks(address, range(world), key)
-            try:
-                links = accept(listener, world, key, nursery)
-            except BaseException:
-                nursery.kill()
-                raise
-    return RankPool(links, nursery)
-
-
-def check_host_memory(world: int, rank_bytes: int = 0) -> None:
-    """Check that this machine holds the processes of `world` ranks.
-
-    Args:
-        rank_bytes: of host memory that each of them will fill.
-
-    Raises:
-        CapacityError: when it does not.
-    """
-    need, free = world * (IDLE_BYTES + rank_bytes), psutil.virtual_memory().available
-    if need > free:
-        raise CapacityError(
-            f"{world} ranks on this machine need {need / 2**30:.1f} GiB of its memory and "
-            f"{free / 2**30:.1f} GiB are free; use a smaller layout or model, run one rank with "
-            "--fidelity rank-slice where the command has it, or start ranks with torchrun on "
-            "several machines"
-        )
-
-
-def start_ranks(address: str, ranks: range, key: str) -> Nursery:
-    """Start a process that becomes these ranks, which will call `address`.
-
-    Raises:
-        WorkerError: when it cannot be started.
-    """
-    log = tempfile.TemporaryFile()  # noqa: SIM115 - a file can be read after their death
-    try:
-        process = subprocess.Popen(
-            (sys.executable, "-m", MODULE, address, str(ranks.start), str(len(ranks))),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            env={**os.environ, AUTHKEY: key},
-            process_group=0,  # a Ctrl-C of the terminal is for the engine's process alone
-        )
-    except OSError as error:
-        raise WorkerError(f"cannot start ranks ({sys.executable}): {error.strerror}") from error
-    return Nursery(process, log)
-
-
-def accept(listener: socket.socket, world: int, key: str, nursery: Nursery) -> list[RankLink]:
-    """The connections of each rank.
-
-    Raises:
-        WorkerError: when a rank does not call in time.
-    """
-    found: dict[tuple[int, int], socket.socket] = {}
-    deadline = time.monotonic() + START_S
-    listener.settimeout(0.5)
-    while len(found) < 2 * world:
-        dead = nursery.obituary()
-        if dead or time.monotonic() > deadline:
-            both = [n for n in range(world) if {(n, STEPS), (n, PULSE)} <= found.keys()]
-            missing = sorted(set(range(world)) - set(both))
-            why = dead or f"they did not call within {START_S:.0f} s"
-            raise WorkerError(f"ranks {missing} did not start: {why}")
-        try:
-            caller, _ = listener.accept()
-        except TimeoutError:
-            continue
-        who = identify(caller, key)
-        if who is None:
-            caller.close()
-        else:
-            found[who] = caller
-    for rank in range(world):
-        found[rank, STEPS].settimeout(SILENCE_S)  # of sending to a rank that does not read
-        found[rank, PULSE].setblocking(False)
-    return [RankLink(Channel(found[n, STEPS]), found[n, PULSE]) for n in range(world)]
+    return RankPool(*start_here(world))

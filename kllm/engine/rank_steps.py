@@ -59,7 +59,7 @@ class RankSteps:
         steps = steps_of(plans, layout, stripes)
         plain = [Step(codec.pack(m), None) for codec, m in zip(self._codecs, steps, strict=True)]
         messages = [plain[at.dp] for at in self._places]
-        asked = [_sampled(plan) for plan in plans]
+        asked = [() if plan is None else plan.sampled for plan in plans]
         indices: dict[tuple[int, int], list[int]] = {}  # of `asked`, by who samples
         for (dp, cp), rank in self._samplers.items():
             indices[dp, cp] = here = sampled_on(steps[dp], cp, stripes)
@@ -76,14 +76,6 @@ class RankSteps:
             ]
             outcomes.append(None if plan is None else merge(parts, len(asked[dp])))
         return outcomes
-
-
-def _sampled(plan: Plan | None) -> tuple[Request, ...]:
-    if plan is None:
-        return ()
-    if plan.samples.all():
-        return plan.requests
-    return tuple(r for r, yes in zip(plan.requests, plan.samples.tolist(), strict=True) if yes)
 
 
 def _outcome(answer: Sampled, indices: list[int]) -> RankOutcome:

@@ -54,7 +54,7 @@ class StepCodec:
 
     def __init__(self) -> None:
         self._known: NDArray[np.int32] = np.zeros((0, 0, 0), np.int32)  # [ranks, rows, pages]
-        # Of the last micro-batch; its block tables are entered above once others follow.
+        # Of the last micro-batch. Its block tables go into `_known` when another one follows.
         self._requests: _Requests | None = None
         self._rows = np.zeros(0, np.int32)
         self._owners: NDArray[np.int32] | None = None
@@ -92,15 +92,15 @@ class StepCodec:
             step.peer_tokens,
             step.decode_only,
             step.width,
-            plan.step,
-            plan.num_decodes,
-            None if known else requests,
-            chunks,
-            plan.context_lens.tobytes(),
-            plan.token_ids.tobytes(),
-            plan.positions.tobytes(),
-            changed.tobytes(),
-            pages.tobytes(),
+            step=plan.step,
+            num_decodes=plan.num_decodes,
+            requests=None if known else requests,
+            chunks=chunks,
+            context_lens=plan.context_lens.tobytes(),
+            token_ids=plan.token_ids.tobytes(),
+            positions=plan.positions.tobytes(),
+            changed=changed.tobytes(),
+            pages=pages.tobytes(),
         )
 
     def _unpack(self, packed: _Packed) -> MicroStep:

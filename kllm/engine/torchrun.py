@@ -12,8 +12,9 @@ from typing import Any
 import torch.distributed as dist
 
 from kllm.engine.rank_channel import listen, new_key, parse_address
-from kllm.engine.rank_pool import RankPool, accept, start_ranks
+from kllm.engine.rank_pool import RankPool
 from kllm.engine.rank_process import serve
+from kllm.engine.rank_start import accept, start_ranks
 from kllm.errors import WorkerError
 
 CALL = "kllm/call"  # store key: where the first process listens, and the word that lets ranks in

@@ -23,8 +23,9 @@ from kllm.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConf
 from kllm.core import SamplingParams
 from kllm.engine.engine import Engine
 from kllm.engine.rank_channel import new_key
-from kllm.engine.rank_pool import Nursery, RankPool, accept, launch
+from kllm.engine.rank_pool import RankPool, launch
 from kllm.engine.rank_protocol import Release, Settle
+from kllm.engine.rank_start import Nursery, accept
 from kllm.errors import ConfigError, DataError, WorkerError
 from tests.engine.layout_cases import answers, checkpoint
 
@@ -198,7 +199,7 @@ def test_a_folder_that_takes_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object, **options: object) -> None:
         raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
 
-    monkeypatch.setattr("kllm.engine.rank_pool.listen", refuse)
+    monkeypatch.setattr("kllm.engine.rank_start.listen", refuse)
     with pytest.raises(WorkerError, match=r"cannot meet at .*not supported; set TMPDIR"):
         launch(2)
 
@@ -232,7 +233,7 @@ def test_a_process_that_dies_before_it_starts_ranks(signum: int, how: str) -> No
 
 def test_strangers_do_not_make_the_start_endless(monkeypatch: pytest.MonkeyPatch) -> None:
     """However often they call, the ranks' time to call ends."""
-    monkeypatch.setattr("kllm.engine.rank_pool.START_S", 0.5)
+    monkeypatch.setattr("kllm.engine.rank_start.START_S", 0.5)
     done = threading.Event()
 
     def call_often(address: tuple[str, int]) -> None:
