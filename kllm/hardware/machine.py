@@ -95,7 +95,7 @@ def detect() -> Machine:
     gpus = _gpus()
     return Machine(
         platform=f"{platform.system()} {platform.machine()}",
-        cpu=_cpu_name(),
+        cpu=cpu_name(),
         cores=_cores(),
         threads=torch.get_num_threads(),
         memory_bytes=psutil.virtual_memory().total,
@@ -217,7 +217,8 @@ def _version(name: str) -> str | None:
         return None
 
 
-def _cpu_name() -> str:
+def cpu_name() -> str:
+    """The processor as the system names it."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

@@ -6,6 +6,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kllm.errors import ConfigError
+from kllm.kernels import packed_linear
 from kllm.layers.linear import ColumnLinear, Linear, RowLinear
 from kllm.parallel.communicator import Communicator
 from kllm.parallel.single import SingleComm
@@ -103,3 +104,16 @@ def test_features_that_ranks_cannot_share_equally_are_refused() -> None:
         ColumnLinear(IN, OUT, Five())
     with pytest.raises(ConfigError, match="input features = 24 cannot be split over 5 ranks"):
         RowLinear(IN, OUT, Five())
+
+
+@pytest.mark.parametrize("mkl", [False, True])
+@pytest.mark.parametrize("rows", [1, 3, 4])
+def test_few_rows_by_a_packed_weight_are_those_of_many(
+    rows: int, mkl: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Large enough to be kept in both layouts where MKL is there."""
+    monkeypatch.setattr(packed_linear, "has_mkl", lambda: mkl)
+    x, weight = randn(rows, 512, seed=0), randn(1024, 512, seed=1) / 512**0.5
+    packed = packed_linear.PackedWeight(weight)
+    close(packed.linear(x), F.linear(x, weight))
+    close(packed.linear(x[None]), F.linear(x, weight)[None])
