@@ -4,6 +4,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from typing import Any
 
+import torch
+
 from kllm.bench import ring_predictions as predicted
 from kllm.bench.prompt_time import Cost, RankTimes, critical_path
 from kllm.bench.record import Record
@@ -59,6 +61,8 @@ def block_kernel(record: Record, sweep: Sweep, isl: int) -> None:
                 "chosen": "yes" if rate.chosen else "",
             }
             record.row("block kernel", row, {"tflops_per_s": "TFLOP/s", "of_matmul_pct": "%"})
+    if device.startswith("cuda"):
+        torch.cuda.empty_cache()  # prompts are fitted into the memory that is free
 
 
 def mark(

@@ -158,11 +158,14 @@ class RingVsAllGatherBench:
             config = replace(config, link=self.links[0])
         within = self._within(resolved)
         ctx.progress(f"{resolved.name}, cp {cp}: timing the block kernel", 0, 1)
-        attempt(lambda: ring_rows.block_kernel(record, _sweep(config, resolved), max(within)))
+        sweep = _sweep(config, resolved)
+        timed = attempt(lambda: ring_rows.block_kernel(record, sweep, max(within)))
+        if isinstance(timed, Failed):
+            record.notes.append(f"{resolved.name}: the block kernel was not timed: {timed.reason}.")
         ctx.progress(f"{resolved.name}, cp {cp}: loading", 0, 1)
         made = attempt(lambda: SharedPrompt(config, resolved, pool))
         if isinstance(made, Failed):
-            self._unbuilt(record, _sweep(config, resolved), links, made.reason)
+            self._unbuilt(record, sweep, links, made.reason)
             return
         prompt = made
         try:
@@ -175,7 +178,6 @@ class RingVsAllGatherBench:
                 self._rounds(ctx, record, prompt, arms, links, title)
             finally:  # an interrupt leaves the rounds that are complete
                 if all(arm.rounds for arm in arms.values()):
-                    sweep = _sweep(config, resolved)
                     ring_rows.report(record, sweep, prompt, arms, within, links)
                     reason = f"the model has {_positions(resolved)} positions"
                     ring_rows.mark(record, sweep, set(self.isls) - set(within), links, reason)

@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from kllm.bench import ring_arms
+from kllm.bench import ring_arms, ring_rows
 from kllm.bench.base import Context
 from kllm.bench.prompt_time import Place
 from kllm.bench.record import Record, Subject
@@ -144,6 +145,18 @@ def test_lengths_that_do_not_fit_are_marked_and_the_ring_goes_on(
     assert [row["prompt_tokens"] for row in memory] == [1024, 2048]  # nothing is said of the last
     assert memory[1]["replicated_peak_gib"] is None
     assert memory[1]["replicated_kv_gib"] > memory[1]["kv_gib"]
+
+
+def test_a_block_kernel_that_does_not_fit_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*args: object, **options: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(ring_rows, "block_rates", full)
+    result = run(bench(models=("llama-3-8b",), isls=(300,)), tmp_path, "rank-slice", repeats=1)
+    assert [row["state"] for row in rows_of(result, "sweep")] == ["ok"]
+    assert "llama-3-8b: the block kernel was not timed: out of device memory." in result.notes
 
 
 def test_an_interrupt_keeps_the_rounds_that_are_complete(tmp_path: Path) -> None:
