@@ -84,6 +84,7 @@ class LayoutModel:
         return {
             "prefill_step_ms": prefill_s * 1e3,
             "decode_step_ms": decode_s * 1e3,
+            "decode_rank_ms": decode_s * 1e3,  # the engine's own time is not modelled
             "ttft_ms": all_prompts_s * (batch + 1) / (2 * batch) * 1e3,
             "tpot_ms": (decode_s + waits_s / (load.osl - 1)) * 1e3,
             "output_tokens_per_s": load.requests * load.osl / total_s,

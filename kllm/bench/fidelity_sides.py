@@ -28,6 +28,7 @@ MEMORY = "peak_gib"
 UNITS = {
     "prefill_step_ms": "ms",
     "decode_step_ms": "ms",
+    "decode_rank_ms": "ms",  # of a decode step, the slowest rank's; the rest is the engine's
     "ttft_ms": "ms",
     "tpot_ms": "ms",
     "output_tokens_per_s": "tokens/s",
@@ -169,7 +170,7 @@ class Side:
             raise CapacityError(run.failure)
         batch = workload.num_requests
         prefill = [s.duration_s for s in run.steps if s.num_tokens > s.num_decodes]
-        decode = [s.duration_s for s in run.steps if s.num_decodes == s.num_tokens == batch]
+        decode = [s for s in run.steps if s.num_decodes == s.num_tokens == batch]
         if not prefill or not decode:
             raise CapacityError(
                 f"no step decoded all {batch} requests; use more output tokens than there are "
@@ -178,7 +179,8 @@ class Side:
         # The runs of both sides have the same steps: a mean compares all chunks of the prompts.
         found = {
             "prefill_step_ms": statistics.mean(prefill) * 1e3,
-            "decode_step_ms": statistics.median(decode) * 1e3,
+            "decode_step_ms": statistics.median(s.duration_s for s in decode) * 1e3,
+            "decode_rank_ms": statistics.median(s.run_s for s in decode) * 1e3,
             "ttft_ms": run.mean("ttft_s") * 1e3,
             "tpot_ms": run.mean("tpot_s") * 1e3,
             "output_tokens_per_s": run.output_tokens_per_s * self._groups,

@@ -30,6 +30,10 @@ class StepCounts(Protocol):
     def num_decodes(self) -> int:
         """Requests that ran a single token."""
 
+    @property
+    def run_s(self) -> float:
+        """Of the step, the time of the slowest rank."""
+
 
 class StepResult(Protocol):
     """What the loop reads of an engine's step."""
@@ -101,6 +105,7 @@ class StepSample:
 
     end_s: float  # from the start of the run
     duration_s: float
+    run_s: float  # of that, the slowest rank's
     num_tokens: int
     num_decodes: int
     running: int  # after the step
@@ -306,6 +311,7 @@ class _Loop:
         sample = StepSample(
             end_s=now,
             duration_s=now - before,
+            run_s=output.stats.run_s,
             num_tokens=output.stats.num_tokens,
             num_decodes=output.stats.num_decodes,
             running=self.engine.num_running,

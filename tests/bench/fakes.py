@@ -23,6 +23,7 @@ class Clock:
 class Stats:
     num_tokens: int
     num_decodes: int
+    run_s: float = 0.0
 
 
 @dataclass
