@@ -121,7 +121,9 @@ def select_newest(ctx: ForwardContext, topk: int) -> Selection:
     decodes = None
     if _decodes_select(ctx, topk):
         places = ctx.positions[: ctx.num_decodes].unsqueeze(1) - back
-        decodes = _decode_slots(ctx).gather(1, places.clamp_min(0)).masked_fill(places < 0, -1)
+        seen, page = places.clamp_min(0), ctx.pool.page_size
+        pages = ctx.block_tables[: ctx.num_decodes].gather(1, seen // page).long()
+        decodes = (pages * page + seen % page).masked_fill(places < 0, -1)
     parts = []
     for chunk in chunks(ctx):
         places = _places(chunk, slice(0, chunk.end - chunk.start), back.device) - back

@@ -1,11 +1,15 @@
 """Decode steps as CUDA graphs: one launch a step instead of one for each kernel.
 
+A pipeline stage captures its layers. What it receives and what it sends has a fixed place; the
+transfers themselves stay outside of the graph.
+
 A step whose requests all run one token is padded to the next batch size and block table width
 that has a graph; padding rows read and write a page and a state row that no request owns.
 Graphs are captured when first needed, share one memory pool, and are limited in number: past
 the limit a step uses a larger graph that exists, or runs as it is.
 """
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,7 +20,7 @@ from torch import Tensor
 from kllm.attention.context import ForwardContext
 from kllm.cache.pool import KVPool
 from kllm.core import Plan
-from kllm.models.base import CausalLM
+from kllm.models.base import CausalLM, Stage
 
 MAX_GRAPHS = 32
 NARROWEST_TOKENS = 1024  # of context; narrower block tables would need more graphs, not less time
@@ -58,8 +62,12 @@ class _Inputs:
             decode_only=True,
         )
 
-    def load(self, plan: Plan) -> None:
-        """Copy a plan's arrays; rows past the plan's become padding again."""
+    def load(self, plan: Plan) -> ForwardContext:
+        """Copy a plan's arrays; rows past the plan's become padding again.
+
+        Returns:
+            `ctx` with the lengths of the plan, for planning kernels.
+        """
         live, width = plan.block_tables.shape
         batch, full_width = self.ctx.block_tables.shape
         longs = np.zeros((3, batch), np.int64)
@@ -76,17 +84,60 @@ class _Inputs:
         ):
             host = torch.from_numpy(array)
             target.copy_(host.pin_memory() if target.is_cuda else host, non_blocking=True)
-        self.ctx.context_lens_host = lens
-        self.ctx.shared = {}
+        return replace(self.ctx, context_lens_host=lens, shared={})
 
 
 @dataclass(slots=True)
-class _Captured:
-    """A graph, the context whose tensors are its inputs, and its output."""
+class CapturedStep:
+    """A padded step of a stage, which runs as its network does (`pipeline.StageModel`).
 
-    graph: torch.cuda.CUDAGraph
+    The results are the graph's own memory, which the next step of any graph may overwrite: on
+    the current stream that must come after they were read or sent.
+    """
+
+    model: CausalLM
     inputs: _Inputs
-    logits: Tensor  # [batch, V] float32
+    received: list[Tensor]  # where the stage before's boundary is read; empty on the first stage
+    graph: torch.cuda.CUDAGraph
+    results: list[Tensor]  # the boundary; of the last stage, logits [batch, V] float32
+
+    def load(self, plan: Plan) -> ForwardContext:
+        """Make `plan` the step that runs next, with the context that this returns."""
+        return self.inputs.load(plan)
+
+    @property
+    def stage(self) -> Stage:
+        """The network's."""
+        return self.model.stage
+
+    def prepare(self, ctx: ForwardContext) -> None:
+        """See `CausalLM.prepare`."""
+        self.model.prepare(ctx)
+
+    def __call__(self, ctx: ForwardContext, received: Sequence[Tensor]) -> Tensor:
+        """Replay the loaded step: the state that is sent on, or the last stage's logits."""
+        self.graph.replay()
+        return self.results[0]
+
+    def boundary(self, ctx: ForwardContext, state: Tensor) -> list[Tensor]:
+        """See `CausalLM.boundary`."""
+        return self.results
+
+    def receive_buffers(self, ctx: ForwardContext) -> list[Tensor]:
+        """Where the graph reads."""
+        return self.received
+
+    def stand_in(self, ctx: ForwardContext) -> list[Tensor]:
+        """The same, with plausible values in it."""
+        for buffer, value in zip(self.received, _made_up(self.model, self.inputs), strict=True):
+            buffer.copy_(value)
+        return self.received
+
+
+def _made_up(model: CausalLM, inputs: _Inputs) -> list[Tensor]:
+    # What arrives is that of the longest contexts, however short a step's are. What layers share
+    # is not kept: the graph has to compute it.
+    return model.stand_in(replace(inputs.ctx, shared={}))
 
 
 class DecodeGraphs:
@@ -119,30 +170,22 @@ class DecodeGraphs:
         self.expert_ranks = expert_ranks
         self._device = next(model.parameters()).device
         self._memory: Any = None  # the pool that all graphs share, once there is one
-        self._captured: dict[tuple[int, int], _Captured] = {}
+        self._captured: dict[tuple[int, int], CapturedStep] = {}
 
-    def run(self, plan: Plan, *, batch: int = 0, width: int = 0) -> Tensor | None:
-        """Logits [B, V] of a step of single tokens, or None where it has to run without a graph.
+    def find(self, plan: Plan, *, batch: int = 0, width: int = 0) -> CapturedStep | None:
+        """What a step of single tokens is replayed with; None where it has to run without a graph.
 
         Args:
             batch, width: requests and pages to pad to at least: what the largest of the ranks has
                 that run this step together. Capturing runs collectives, so all ranks must agree
-                on when to do it.
-
-        The result is the graph's own memory: it is valid until the next step.
+                on when to do it, and stages on what they exchange.
         """
         if plan.num_decodes < len(plan.query_lens):
             return None
         live, pages = plan.block_tables.shape
-        found = self._find(max(batch, live), max(width, pages))
-        if found is None:
-            return None
-        found.inputs.load(plan)
-        self.model.prepare(found.inputs.ctx)
-        found.graph.replay()
-        return found.logits[:live]
+        return self._find(max(batch, live), max(width, pages))
 
-    def _find(self, batch: int, width: int) -> _Captured | None:
+    def _find(self, batch: int, width: int) -> CapturedStep | None:
         """The graph of the step's bucket, captured now if need be, or the smallest larger one."""
         bucket = batch_bucket(batch), width_bucket(width, self.pool.page_size, self.max_pages)
         if bucket not in self._captured:
@@ -153,7 +196,8 @@ class DecodeGraphs:
                 return self._captured[min(larger)] if larger else None
         return self._captured[bucket]
 
-    def _capture(self, batch: int, width: int) -> _Captured:
+    def _capture(self, batch: int, width: int) -> CapturedStep:
+        model = self.model
         inputs = _Inputs(
             self.pool,
             batch,
@@ -163,23 +207,29 @@ class DecodeGraphs:
             self._device,
             self.expert_ranks,
         )
-        ctx = inputs.ctx
-        self.model.prepare(ctx)
+        model.prepare(inputs.ctx)
+        received = [] if model.stage.first else _made_up(model, inputs)
+
+        def run() -> list[Tensor]:
+            # What layers share within a step must be computed inside the graph, each time anew.
+            ctx = replace(inputs.ctx, shared=dict(inputs.ctx.shared))
+            state = model(ctx, received)
+            return [model.logits(state)] if model.stage.last else model.boundary(ctx, state)
+
+        return CapturedStep(model, inputs, received, *self._record(run))
+
+    def _record(self, run: Callable[[], list[Tensor]]) -> tuple[torch.cuda.CUDAGraph, list[Tensor]]:
+        """A graph of what `run` queues, and the tensors that it returned: the graph's results."""
         side = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(side):  # compiles kernels and creates handles outside the capture
-            self._forward(ctx)
+            run()
         torch.cuda.current_stream(self._device).wait_stream(side)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._memory):
-            logits = self._forward(ctx)
+            results = run()
         self._memory = graph.pool()
-        return _Captured(graph, inputs, logits)
-
-    def _forward(self, ctx: ForwardContext) -> Tensor:
-        # What layers share within a step must be computed inside the graph, each time anew.
-        fresh = replace(ctx, shared=dict(ctx.shared))
-        return self.model.logits(self.model(fresh))
+        return graph, results
 
 
 def batch_bucket(batch: int) -> int:

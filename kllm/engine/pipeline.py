@@ -5,13 +5,14 @@ result on while it turns to the next micro-batch.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from kllm.attention.context import ForwardContext
-from kllm.models.base import CausalLM
+from kllm.models.base import Stage
 from kllm.parallel.communicator import Communicator, Handle
 from kllm.parallel.emulated import EmulatedComm, sleep_exactly
 
@@ -20,8 +21,31 @@ WARM_UP_STEPS = 3  # in which kernels may be compiled
 Buffers = Callable[[ForwardContext], list[Tensor]]
 
 
+class StageModel(Protocol):
+    """What runs a stage's layers: a network, or captured steps of it. See `CausalLM`."""
+
+    @property
+    def stage(self) -> Stage:
+        """Which layers."""
+
+    def prepare(self, ctx: ForwardContext) -> None:
+        """Plan the step's kernels."""
+
+    def __call__(self, ctx: ForwardContext, received: Sequence[Tensor]) -> Tensor:
+        """Run the layers."""
+
+    def boundary(self, ctx: ForwardContext, state: Tensor) -> list[Tensor]:
+        """What the next stage has to receive."""
+
+    def receive_buffers(self, ctx: ForwardContext) -> list[Tensor]:
+        """Memory for the stage before's `boundary`."""
+
+    def stand_in(self, ctx: ForwardContext) -> list[Tensor]:
+        """The same, with plausible values in it."""
+
+
 def run_stages(
-    model: CausalLM,
+    model: StageModel,
     contexts: Sequence[ForwardContext],
     pp: Communicator,
     buffers: Buffers | None = None,
@@ -31,25 +55,20 @@ def run_stages(
     Args:
         contexts: of the micro-batches, in the same order on all stages.
         pp: the ranks that pass this batch on, in order of their stages.
-        buffers: makes what a micro-batch is received in; None: empty tensors.
+        buffers: makes what a micro-batch is received in; None: `model.receive_buffers`.
 
     Returns:
-        On the last stage [T, ...] of each micro-batch, what `model.logits` reads; else None.
+        On the last stage what `model` returned for each micro-batch; else None.
     """
-
-    def empty(ctx: ForwardContext) -> list[Tensor]:
-        device = ctx.token_ids.device
-        shapes = model.boundary_shapes(ctx)
-        return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes]
-
+    buffers = buffers or model.receive_buffers
     states = []
     # A buffer must not be used again before it is sent: all are kept until the end of the step,
     # together no more than the state of the whole step.
     sent: list[tuple[Handle, Tensor]] = []
     for ctx in contexts:
-        # Not posted any earlier: on links that work in order, sending would wait behind it.
-        received = [] if model.stage.first else _receive(pp, (buffers or empty)(ctx))
         model.prepare(ctx)
+        # Not posted any earlier: on links that work in order, sending would wait behind it.
+        received = [] if model.stage.first else _receive(pp, buffers(ctx))
         state = model(ctx, received)
         if model.stage.last:
             states.append(state)
@@ -77,7 +96,8 @@ class SlicedStage:
     t is the time of the device, this stage's transfers included, once the host has queued a
     micro-batch. The hosts of all stages queue at the same time: where that takes longer than the
     device, as in small steps, it counts for one stage only. To see t there, the device is held up
-    for as long as the host needs.
+    for as long as the host needs. That is far less where a captured step is replayed: such steps
+    are told apart from others.
 
     The other stages are taken to be like this one. That the first embeds, that the last computes
     logits and that layers differ is not modelled.
@@ -93,24 +113,29 @@ class SlicedStage:
         sleep: Callable[[float], None] = sleep_exactly,
     ) -> None:
         self._pp, self._clock, self._sleep = pp, clock, sleep
-        self._steps = 0  # of one micro-batch
-        # Of queueing one: the least, as the host may have to wait for the device it holds up.
-        self._queue_s = float("inf")
+        # Steps of one micro-batch, by whether they are captured, and the time of queueing one: the
+        # least, as the host may have to wait for the device it holds up.
+        self._steps: Counter[bool] = Counter()
+        self._queue_s = {False: float("inf"), True: float("inf")}
 
-    def run(self, model: CausalLM, contexts: Sequence[ForwardContext]) -> list[Tensor] | None:
+    def run(self, model: StageModel, contexts: Sequence[ForwardContext]) -> list[Tensor] | None:
         """Run this stage of a step, on made-up input; ends when all stages would have."""
         micro, alone = len(contexts), len(contexts) == 1
+        captured = contexts[0].static
         begin = self._clock()
-        if alone and self._steps >= WARM_UP_STEPS:
-            self._pp.pause(self._queue_s)
+        # Before the time that counts: no stage of a layout makes up its input.
+        made_up = [] if model.stage.first else [model.stand_in(ctx) for ctx in contexts]
+        received = iter(made_up)
+        if alone and self._steps[captured] >= WARM_UP_STEPS:
+            self._pp.pause(self._queue_s[captured])
         queueing = self._clock()
         first = self._pp.mark()
-        states = run_stages(model, contexts, self._pp, model.stand_in)
+        states = run_stages(model, contexts, self._pp, lambda ctx: next(received))
         last = self._pp.mark()
         queue_s = (self._clock() - queueing) / micro
         if alone:
-            self._steps += 1
-            self._queue_s = queue_s = min(self._queue_s, queue_s)
+            self._steps[captured] += 1
+            self._queue_s[captured] = queue_s = min(self._queue_s[captured], queue_s)
         stage_s = self._pp.between(first, last) / micro
         whole_s = micro * max(queue_s, stage_s) + (self._pp.size - 1) * stage_s
         self._sleep(max(0.0, begin + whole_s - self._clock()))

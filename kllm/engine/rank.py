@@ -14,9 +14,9 @@ from kllm.cache.handover import hand_over
 from kllm.cache.pool import KVPool
 from kllm.config import EngineConfig, ParallelConfig
 from kllm.core import Plan, Request
-from kllm.engine.graphs import DecodeGraphs, batch_bucket
+from kllm.engine.graphs import CapturedStep, DecodeGraphs, batch_bucket
 from kllm.engine.memory import SCRATCH, KVBudget, plan_kv
-from kllm.engine.pipeline import SlicedStage, run_stages
+from kllm.engine.pipeline import SlicedStage, StageModel, run_stages
 from kllm.engine.profile import activation_bytes
 from kllm.engine.step import MicroStep, RankOutcome
 from kllm.models.base import CausalLM, Groups
@@ -130,8 +130,7 @@ class Rank:
         )
         if fill:
             self._pool.fill_random(self.config.seed)
-        usable = self.config.graphs and self.device.type == "cuda" and self.model.capturable
-        if usable and self.layout.pp == 1:
+        if self.config.graphs and self.device.type == "cuda" and self.model.capturable:
             self._graphs = DecodeGraphs(
                 self.model,
                 self._pool,
@@ -158,9 +157,11 @@ class Rank:
         begin = time.perf_counter()
         shares = [self._share(step) for step in micro]
         sampled = np.concatenate([share.sampled[share.sampled >= 0] for share in shares])
-        logits = self._replay(micro, shares)
-        if logits is None:
+        captured = self._find_captured(micro, shares)
+        if captured is None:
             logits = self._forward(micro, shares)
+        else:
+            logits = self._replay(captured, shares[0].plan)
         if logits is None or not self.samples_here or not len(sampled):
             none = np.zeros(0, np.int64)
             return RankOutcome(none, none, run_s=time.perf_counter() - begin)
@@ -219,13 +220,28 @@ class Rank:
         # Steps without prompts may be replayed: all ranks pad them to a size that is captured.
         return (batch_bucket(max(peers)),) * len(peers) if step.decode_only else peers
 
-    def _replay(self, micro: Sequence[MicroStep], shares: Sequence[Share]) -> Tensor | None:
-        """Logits of the sampled requests from a captured step, if this is one that can be."""
+    def _find_captured(
+        self, micro: Sequence[MicroStep], shares: Sequence[Share]
+    ) -> CapturedStep | None:
+        """What the step can be replayed with, if this is one that can be."""
         if self._graphs is None or len(micro) > 1 or not micro[0].decode_only:
             return None
-        # Whether and what to capture must be the same on all ranks: it runs collectives.
+        # Whether and what to capture must be the same on all ranks: it runs collectives, and
+        # stages send each other the padding too.
         batch, width = max(micro[0].peer_tokens), micro[0].width
-        return self._graphs.run(shares[0].plan, batch=batch, width=width)
+        return self._graphs.find(shares[0].plan, batch=batch, width=width)
+
+    def _replay(self, captured: CapturedStep, plan: Plan) -> Tensor | None:
+        """Logits of the requests; None on an earlier stage."""
+        logits = self._run_stages(captured, [captured.load(plan)])
+        return None if logits is None else logits[0][: len(plan.query_lens)]
+
+    def _run_stages(
+        self, model: StageModel, contexts: Sequence[ForwardContext]
+    ) -> list[Tensor] | None:
+        if self._sliced is None:
+            return run_stages(model, contexts, self.groups.pp)
+        return self._sliced.run(model, contexts)
 
     def _forward(self, micro: Sequence[MicroStep], shares: Sequence[Share]) -> Tensor | None:
         """Logits of the sampled requests; None where there are none or on an earlier stage."""
@@ -243,10 +259,7 @@ class Rank:
                 decode_only=step.decode_only,
             )
             contexts.append(ctx)
-        if self._sliced is None:
-            states = run_stages(self.model, contexts, self.groups.pp)
-        else:
-            states = self._sliced.run(self.model, contexts)
+        states = self._run_stages(self.model, contexts)
         if self._stripes is not None:
             for ctx in contexts:
                 if (shared := ctx.sequence) is not None:

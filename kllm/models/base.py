@@ -221,6 +221,11 @@ class CausalLM(nn.Module):
         """Shape and dtype of each tensor of the stage before's `boundary`, known on the host."""
         return [((ctx.num_tokens, *self.state_shape), ctx.pool.compute_dtype)]
 
+    def receive_buffers(self, ctx: ForwardContext) -> list[Tensor]:
+        """Uninitialised memory for the stage before's `boundary`."""
+        device, shapes = ctx.token_ids.device, self.boundary_shapes(ctx)
+        return [torch.empty(shape, dtype=dtype, device=device) for shape, dtype in shapes]
+
     def stand_in(self, ctx: ForwardContext) -> list[Tensor]:
         """Plausible values in place of the stage before's `boundary`, where it is not there."""
         ((shape, dtype),) = CausalLM.boundary_shapes(self, ctx)

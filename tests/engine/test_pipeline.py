@@ -4,6 +4,7 @@ import json
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from kllm.parallel.emulated import EmulatedComm
 from kllm.parallel.link import Link
 from kllm.parallel.single import Done, SingleComm
 from kllm.scheduler.microbatch import split_plan
-from tests.models import deepseek_v4_logits, glm_moe_dsa_logits
+from tests.models import deepseek_v4_tiny, glm_moe_dsa_tiny
 from tests.models.checkpoints import Rank, write_sharded
 from tests.models.harness import Harness
 from tests.models.logit_cases import seeded_ids
@@ -42,12 +43,12 @@ LLAMA = {
     "max_position_embeddings": 512,
     "rms_norm_eps": 1e-5,
 }
-GLM = glm_moe_dsa_logits.GLM
+GLM = glm_moe_dsa_tiny.GLM
 CONFIGS: dict[str, dict[str, Any]] = {
     "llama": LLAMA,
     "llama tied": LLAMA | {"tie_word_embeddings": True},
-    "deepseek_v4": deepseek_v4_logits.TINY,
-    "deepseek_v3": glm_moe_dsa_logits.V3,
+    "deepseek_v4": deepseek_v4_tiny.TINY,
+    "deepseek_v3": glm_moe_dsa_tiny.V3,
     # Boundaries at layers 4 and 8 of 11, which share the selections of layers 2 and 6.
     "glm_moe_dsa": GLM,
     # Boundaries right behind an indexer, and behind a stage that only passes its selection on.
@@ -63,7 +64,7 @@ STEPS = [{0: 22}, {0: 7, 1: 20}, {0: 1, 1: 1, 2: 21}, {0: 1, 1: 13}, {0: 19, 2: 
 
 def tensors_of(name: str) -> dict[str, Tensor]:
     """A checkpoint's tensors: values that matter in every one of them."""
-    module = deepseek_v4_logits if name == "deepseek_v4" else glm_moe_dsa_logits
+    module = deepseek_v4_tiny if name == "deepseek_v4" else glm_moe_dsa_tiny
     generator = torch.Generator().manual_seed(0)
     folder_config = resolved(name).config
     manifest = resolved(name).family.manifest(folder_config)
@@ -388,7 +389,11 @@ class Work:
     def boundary(self, ctx: object, state: Tensor) -> list[Tensor]:
         return [state]
 
-    stand_in = None
+    receive_buffers = stand_in = None
+
+
+PLAIN: Any = SimpleNamespace(static=False)  # all that a slice asks of a micro-batch's context
+CAPTURED: Any = SimpleNamespace(static=True)
 
 
 @pytest.mark.parametrize(
@@ -412,7 +417,7 @@ def test_a_slice_takes_the_time_of_all_stages(
     took = []
     for _ in range(WARM_UP_STEPS + 5):
         begin = machine.now
-        assert stage.run(model, [object()] * micro) is None  # type: ignore[list-item]
+        assert stage.run(model, [PLAIN] * micro) is None
         took.append(machine.now - begin)
     assert took[WARM_UP_STEPS:] == pytest.approx([want_s] * 5)
 
@@ -433,6 +438,24 @@ def test_a_host_that_is_held_up_does_not_hold_up_the_device_longer_each_time() -
     took = []
     for _ in range(20):
         begin = machine.now
-        stage.run(model, [object()])  # type: ignore[list-item]
+        stage.run(model, [PLAIN])
         took.append(machine.now - begin)
     assert max(took) <= 2 * 5.0
+
+
+def test_a_slice_tells_captured_steps_from_others() -> None:
+    """A host that only launches a graph does not say how long it needs for all kernels."""
+    machine = Machine()
+    link = Link(latency_s=0.0, bytes_per_s=1e30)
+    comm = EmulatedComm(link, size=2, device=torch.device("cpu"), wire=machine)
+    stage = SlicedStage(comm, machine.clock, machine.sleep)
+    kinds = {"plain": (PLAIN, 5.0), "captured": (CAPTURED, 0.5)}
+    took: dict[str, list[float]] = {"plain": [], "captured": []}
+    for _ in range(WARM_UP_STEPS + 5):
+        for kind, (ctx, host_s) in kinds.items():
+            model: Any = Work(machine, host_s, 2.0)
+            begin = machine.now
+            stage.run(model, [ctx])
+            took[kind].append(machine.now - begin)
+    assert took["plain"][WARM_UP_STEPS:] == pytest.approx([5.0 + 2.0] * 5)
+    assert took["captured"][WARM_UP_STEPS:] == pytest.approx([2 * 2.0] * 5)
