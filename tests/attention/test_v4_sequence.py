@@ -18,7 +18,8 @@ from kllm.models.base import Groups
 from kllm.models.random import fill_random
 from kllm.parallel.sequence import LocalPlan
 from tests.attention.sequence_harness import POISON, SequenceHarness
-from tests.models.deepseek_v4_logits import TINY, models
+from tests.models.deepseek_v4_logits import models
+from tests.models.deepseek_v4_tiny import TINY
 from tests.models.harness import Harness
 from tests.models.logit_cases import seeded_ids
 from tests.tolerances import LOGITS

@@ -28,7 +28,7 @@ from kllm.models.shape import model_shape
 from kllm.results.claims import side_by_side
 from kllm.results.schema import RunResult
 from tests.bench.rows import rows_of
-from tests.models.glm_moe_dsa_logits import GLM
+from tests.models.glm_moe_dsa_tiny import GLM
 
 TINY = EngineConfig(model="glm-5.2", scale="tiny", device="cpu")
 CEILINGS = Ceilings(

@@ -16,7 +16,8 @@ from kllm.models import deepseek_v4, presets
 from kllm.models.base import Groups
 from kllm.models.random import fill_random
 from tests.models.deepseek_v4_equations import mtp_logits
-from tests.models.deepseek_v4_logits import PROMPT, TINY, load_ours, pair, write_checkpoint
+from tests.models.deepseek_v4_logits import PROMPT, pair
+from tests.models.deepseek_v4_tiny import TINY, load_ours, write_checkpoint
 from tests.models.harness import Harness
 from tests.tolerances import FP8_KV, LOGITS
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from kllm.models import deepseek_v4, presets
 from kllm.models.base import CheckpointTensor, Groups
-from tests.models.deepseek_v4_logits import PROMPT, TINY, load_ours, random_values
+from tests.models.deepseek_v4_logits import PROMPT
+from tests.models.deepseek_v4_tiny import TINY, load_ours, random_values
 from tests.models.harness import Harness
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]

@@ -7,7 +7,7 @@ import pytest
 from kllm.errors import ConfigError
 from kllm.models import deepseek_v4, presets
 from kllm.models.base import Groups
-from tests.models.deepseek_v4_logits import TINY
+from tests.models.deepseek_v4_tiny import TINY
 
 FLASH = deepseek_v4.read_config(presets.load("deepseek-v4-flash"))
 PRO = deepseek_v4.read_config(presets.load("deepseek-v4-pro"))

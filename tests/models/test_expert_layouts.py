@@ -14,17 +14,17 @@ from kllm.config import ParallelConfig
 from kllm.models import deepseek_v4, glm_moe_dsa
 from kllm.models.base import Groups
 from kllm.models.weights import SafetensorsFolder, fill
-from tests.models import deepseek_v4_logits, glm_moe_dsa_logits
+from tests.models import deepseek_v4_tiny, glm_moe_dsa_tiny
 from tests.models.harness import Harness
 from tests.parallel.thread_layouts import run_layout
 from tests.tolerances import LOGITS
 
 # An even vocabulary, so that two ranks can split it.
-V4 = {**deepseek_v4_logits.TINY, "vocab_size": 98}
-GLM = {**glm_moe_dsa_logits.GLM, "vocab_size": 98}
+V4 = {**deepseek_v4_tiny.TINY, "vocab_size": 98}
+GLM = {**glm_moe_dsa_tiny.GLM, "vocab_size": 98}
 FAMILIES: dict[str, tuple[Any, dict[str, Any], Callable[..., None]]] = {
-    "deepseek_v4": (deepseek_v4, V4, deepseek_v4_logits.write_checkpoint),
-    "glm_moe_dsa": (glm_moe_dsa, GLM, glm_moe_dsa_logits.write_checkpoint),
+    "deepseek_v4": (deepseek_v4, V4, deepseek_v4_tiny.write_checkpoint),
+    "glm_moe_dsa": (glm_moe_dsa, GLM, glm_moe_dsa_tiny.write_checkpoint),
 }
 LAYOUTS = {
     "tp2": ParallelConfig(tp=2),

@@ -20,16 +20,8 @@ from kllm.models import glm_moe_dsa, presets
 from kllm.models.base import Groups
 from kllm.models.random import fill_random
 from tests.models.glm_moe_dsa_equations import mtp_states
-from tests.models.glm_moe_dsa_logits import (
-    GLM,
-    PROMPT,
-    TINY,
-    harness,
-    load_ours,
-    models,
-    pair,
-    write_checkpoint,
-)
+from tests.models.glm_moe_dsa_logits import PROMPT, harness, models, pair
+from tests.models.glm_moe_dsa_tiny import GLM, TINY, load_ours, write_checkpoint
 from tests.models.harness import Harness, without_data
 from tests.tolerances import FP8_KV, LOGITS
 

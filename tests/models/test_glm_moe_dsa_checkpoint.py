@@ -15,7 +15,8 @@ from kllm.models import glm_moe_dsa, presets
 from kllm.models.base import CheckpointTensor, Groups
 from kllm.models.weights import SafetensorsFolder, fill
 from kllm.parallel.single import SingleComm
-from tests.models.glm_moe_dsa_logits import GLM, PROMPT, load_ours, random_values, write_checkpoint
+from tests.models.glm_moe_dsa_logits import PROMPT
+from tests.models.glm_moe_dsa_tiny import GLM, load_ours, random_values, write_checkpoint
 from tests.models.harness import Harness
 
 FP8 = {"quant_method": "fp8", "weight_block_size": [128, 128]}

@@ -7,7 +7,7 @@ import pytest
 
 from kllm.errors import ConfigError
 from kllm.models import MODELS, glm_moe_dsa, presets
-from tests.models.glm_moe_dsa_logits import GLM, V3, V32
+from tests.models.glm_moe_dsa_tiny import GLM, V3, V32
 
 GLM_52 = glm_moe_dsa.read_config(presets.load("glm-5.2"))
 DEEPSEEK_V3 = glm_moe_dsa.read_config(presets.load("deepseek-v3"))
