@@ -1,9 +1,9 @@
-"""Tiny checkpoints that every layout can cut, and what an engine answers with them."""
+"""Layouts, tiny checkpoints that all of them can cut, and what an engine answers with them."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,28 @@ from kllm.core import Request, SamplingParams
 from kllm.engine.engine import Engine
 from kllm.engine.rank_pool import RankPool
 from kllm.models import llama
-from tests.models import deepseek_v4_logits, glm_moe_dsa_logits
+from tests.models import deepseek_v4_tiny, glm_moe_dsa_tiny
 
+LAYOUTS = {
+    "tp2": ParallelConfig(tp=2),
+    "tp4": ParallelConfig(tp=4),
+    "tp2+ep2": ParallelConfig(tp=2, ep=2),
+    "dp2+ep2": ParallelConfig(dp=2, ep=2),
+    "dp4+ep4": ParallelConfig(dp=4, ep=4),
+    "dp2·tp2+ep4": ParallelConfig(dp=2, tp=2, ep=4),
+    "pp2": ParallelConfig(pp=2),
+    "pp2·tp2": ParallelConfig(pp=2, tp=2),
+    "cp2 ring": ParallelConfig(cp=2, cp_kind="ring"),
+    "cp4 ring": ParallelConfig(cp=4, cp_kind="ring"),
+    "cp2 all-gather": ParallelConfig(cp=2, cp_kind="all_gather"),
+    "cp4 all-gather": ParallelConfig(cp=4, cp_kind="all_gather"),
+    "cp2 replicated": ParallelConfig(cp=2, cp_kind="replicated"),
+    "cp2 ring·tp2": ParallelConfig(cp=2, tp=2, cp_kind="ring"),
+    "cp4 ring, decode dp4+ep4": ParallelConfig(cp=4, ep=4, cp_kind="ring"),
+    "dp2·cp2 ring·tp2+ep8": ParallelConfig(dp=2, cp=2, tp=2, ep=8, cp_kind="ring"),
+    "pp2·dp2·cp2 all-gather+ep4": ParallelConfig(pp=2, dp=2, cp=2, ep=4, cp_kind="all_gather"),
+}
+FAMILIES = ("llama", "glm_moe_dsa", "deepseek_v4")
 LLAMA = {
     "model_type": "llama",
     "hidden_size": 64,
@@ -26,6 +46,7 @@ LLAMA = {
     "num_hidden_layers": 3,
     "num_attention_heads": 8,
     "num_key_value_heads": 4,
+    "head_dim": 16,  # the narrowest that Triton's products take
     "max_position_embeddings": 512,
     "rms_norm_eps": 1e-5,
     "hidden_act": "silu",
@@ -51,26 +72,26 @@ class Answers:
         return max(float(np.abs(a - b).max()) for a, b in pairs)
 
 
-def checkpoint(family: str, folder: Path) -> Path:
-    """A folder with random float32 weights of a tiny model of `family`."""
+def checkpoint(family: str, folder: Path, **changes: Any) -> Path:
+    """A folder with random float32 weights of a tiny model of `family`, its config changed."""
     writers: dict[str, tuple[Callable[..., None], dict[str, Any]]] = {
         "llama": (_write_llama, LLAMA),
-        "glm_moe_dsa": (glm_moe_dsa_logits.write_checkpoint, glm_moe_dsa_logits.GLM),
+        "glm_moe_dsa": (glm_moe_dsa_tiny.write_checkpoint, glm_moe_dsa_tiny.GLM),
         "deepseek_v4": (
-            deepseek_v4_logits.write_checkpoint,
-            deepseek_v4_logits.TINY,
+            deepseek_v4_tiny.write_checkpoint,
+            deepseek_v4_tiny.TINY,
         ),
     }
     write, data = writers[family]
     folder.mkdir()
-    write(folder, data | {"vocab_size": VOCAB}, seed=3)
+    write(folder, data | {"vocab_size": VOCAB} | changes, seed=3)
     return folder
 
 
 def _write_llama(folder: Path, data: dict[str, Any], seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     tensors = {
-        t.name: glm_moe_dsa_logits.random_values(t, generator)
+        t.name: glm_moe_dsa_tiny.random_values(t, generator)
         for t in llama.manifest(llama.read_config(data))
     }
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
@@ -83,11 +104,30 @@ def prompts(seed: int = 0) -> list[list[int]]:
     return [rng.integers(2, VOCAB, n).tolist() for n in LENGTHS]
 
 
+def suited(layout: ParallelConfig, family: str) -> ParallelConfig:
+    """The layout without what a family lacks: a dense model has no experts."""
+    return replace(layout, ep=1) if family == "llama" else layout
+
+
+def print_differences(found: Mapping[tuple[str, str], float], layouts: Iterable[str]) -> None:
+    """A table of differences to one rank, by family and layout."""
+    print(
+        f"\nlargest difference of a log probability to one rank, {NEW_TOKENS} greedy tokens equal"
+    )
+    print(f"{'layout':28}" + "".join(f"{family:>14}" for family in FAMILIES))
+    for name in layouts:
+        values = [found.get((family, name)) for family in FAMILIES]
+        cells = ("-" if value is None else f"{value:.1e}" for value in values)
+        print(f"{name:28}" + "".join(f"{cell:>14}" for cell in cells))
+
+
 def answers(
     model: Path,
     layout: ParallelConfig,
     pool: RankPool | None = None,
     *,
+    device: str = "cpu",
+    dtype: str = "float32",
     new_tokens: int = NEW_TOKENS,
     expert_placement: str = "",
     around: Callable[[], AbstractContextManager[None]] = nullcontext,
@@ -95,8 +135,8 @@ def answers(
     """Run the prompts through an engine of a layout; the steps `around` something."""
     config = EngineConfig(
         model=str(model),
-        device="cpu",
-        dtype="float32",
+        device=device,
+        dtype=dtype,
         scheduler=SchedulerConfig(max_batch=4, token_budget=64),
         cache=CacheConfig(memory_bytes=8 << 20),
         max_model_len=320,

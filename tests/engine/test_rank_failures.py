@@ -19,20 +19,26 @@ import numpy as np
 import psutil
 import pytest
 
-from kllm.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
+from kllm.config import ParallelConfig
 from kllm.core import SamplingParams
-from kllm.engine.engine import Engine
 from kllm.engine.rank_channel import new_key
 from kllm.engine.rank_pool import RankPool, launch
 from kllm.engine.rank_protocol import Release, Settle
 from kllm.engine.rank_start import Nursery, accept
 from kllm.errors import ConfigError, DataError, WorkerError
 from tests.engine.layout_cases import answers, checkpoint
-
-END_S = 30.0
-SPREAD = ParallelConfig(dp=2, ep=2)
-# Set it to 200 to look for hangs that come once in a while.
-REPEATS = int(os.environ.get("KLLM_TEST_REPEATS", "3"))
+from tests.engine.rank_cases import (
+    REPEATS,
+    SPREAD,
+    check_a_killed_rank_ends_the_job,
+    check_a_stopped_rank_ends_the_job,
+    closing,
+    engine,
+    left_behind,
+    processes,
+    run_skewed_load,
+    start,
+)
 
 
 @pytest.fixture(scope="module")
@@ -46,52 +52,11 @@ def pool() -> Iterator[RankPool]:
         yield ranks
 
 
-def processes(pool: RankPool) -> list[psutil.Process]:
-    """The ranks' processes in order."""
-    children = psutil.Process(pool.nursery.process.pid).children()
-    return sorted(children, key=lambda child: child.pid)
-
-
-def engine(model: Path, pool: RankPool | None, layout: ParallelConfig = SPREAD) -> Engine:
-    config = EngineConfig(
-        model=str(model),
-        device="cpu",
-        scheduler=SchedulerConfig(max_batch=8, token_budget=64),
-        cache=CacheConfig(memory_bytes=8 << 20),
-        max_model_len=512,
-        parallel=layout,
-    )
-    return Engine(config, ranks=pool)
-
-
-def start(running: Engine, count: int = 4) -> None:
-    params = SamplingParams(max_tokens=400, temperature=0.0, ignore_eos=True)
-    for i in range(count):
-        running.add([5 + i] * 20, params)
-    for _ in range(3):
-        running.step()
-
-
-def run_until_error(running: Engine) -> tuple[WorkerError, float]:
-    begin = time.monotonic()
-    try:
-        while running.has_work:
-            running.step()
-    except WorkerError as error:
-        return error, time.monotonic() - begin
-    pytest.fail("the job went on to its end")
-
-
-def test_a_killed_rank_ends_the_job(model: Path, pool: RankPool) -> None:
+@pytest.mark.parametrize("after_s", [0.0, 0.2], ids=["at once", "in the midst of steps"])
+def test_a_killed_rank_ends_the_job(model: Path, pool: RankPool, after_s: float) -> None:
     running = engine(model, pool)
     start(running)
-    ranks = processes(pool)
-    ranks[1].kill()
-    error, seconds = run_until_error(running)
-    assert str(error) == "rank 1 was killed by SIGKILL; the job was ended"
-    assert seconds < END_S
-    assert psutil.wait_procs(ranks, timeout=5)[1] == []  # nobody is left behind
-    running.close()
+    check_a_killed_rank_ends_the_job(running, pool, after_s)
 
 
 def test_a_stopped_rank_ends_the_job(
@@ -100,10 +65,7 @@ def test_a_stopped_rank_ends_the_job(
     monkeypatch.setattr("kllm.engine.rank_pool.SILENCE_S", 4.0)
     running = engine(model, pool)
     start(running)
-    processes(pool)[0].suspend()
-    error, seconds = run_until_error(running)
-    assert "rank 0 has not been heard of for 4 s" in str(error)
-    assert seconds < END_S
+    check_a_stopped_rank_ends_the_job(running, pool, 4.0)
 
 
 def test_a_hung_step_ends_the_job(
@@ -182,7 +144,7 @@ def test_ranks_end_with_the_engines_process(model: Path, busy: bool) -> None:
         assert len(ranks) == 2
         parent.stdout.readline()
         parent.kill()
-    assert psutil.wait_procs([nursery, *ranks], timeout=10)[1] == []
+    assert left_behind([nursery, *ranks]) == []
 
 
 def test_a_temporary_folder_too_deep_for_a_socket(
@@ -326,21 +288,8 @@ def test_a_slow_rank_changes_nothing(model: Path, pool: RankPool) -> None:
 
 
 def test_skewed_load_does_not_hang(model: Path, pool: RankPool) -> None:
-    """One rank has twenty times the requests of the other, in another order each time."""
-    running = engine(model, pool)
-    rng = np.random.default_rng(0)
-    for _ in range(REPEATS):
-        busy, idle = running._schedulers[:: rng.choice((-1, 1))]
-        for scheduler, count in ((busy, 20), (idle, 1)):
-            for _ in range(count):
-                prompt = rng.integers(2, 90, rng.integers(1, 100)).tolist()
-                params = SamplingParams(max_tokens=int(rng.integers(1, 12)), ignore_eos=True)
-                request = running.add(prompt, params)
-                running._homes[request.id].waiting.remove(request)
-                running._homes[request.id] = scheduler
-                scheduler.add(request)
-        begin = time.monotonic()
-        while running.has_work:
-            running.step()
-            assert time.monotonic() - begin < END_S * 4
-    running.close()
+    """In another order each time; the rank without requests keeps the other company."""
+    with closing(engine(model, pool)) as running:
+        rng = np.random.default_rng(0)
+        for _ in range(REPEATS):
+            run_skewed_load(running, rng)
