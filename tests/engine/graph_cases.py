@@ -8,17 +8,20 @@ real ones.
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from kllm.attention.context import ForwardContext
 from kllm.core import Plan
 from kllm.engine.graphs import MAX_GRAPHS, DecodeGraphs, batch_bucket
-from kllm.engine.pipeline import run_stages
+from kllm.engine.pipeline import SlicedStage, run_stages
 from kllm.models import MODELS
 from kllm.models.base import CausalLM, Groups, default_device_and_dtype
 from kllm.models.random import fill_random
 from kllm.parallel.communicator import Communicator
+from kllm.parallel.emulated import EmulatedComm
+from kllm.parallel.link import Link
 from kllm.parallel.single import SingleComm
 from tests.models.harness import Harness
 from tests.parallel.relay import relays
@@ -133,3 +136,33 @@ def check_replayed_steps(
         torch.testing.assert_close(got, want, rtol=0, atol=atol)
     count = min(limit, len({batch_bucket(len(requests)) for requests in STEPS}))
     assert [len(own._captured) for own in graphs] == [count] * len(graphs)
+
+
+@torch.inference_mode()
+def check_slice(kind: type[DecodeGraphs], device: torch.device, rank: int) -> None:
+    """A stage of GLM that would receive a selection, without the others.
+
+    Every step has a new state, and as selected the newest tokens of its requests.
+    """
+    comm = EmulatedComm(Link(latency_s=1e-6, bytes_per_s=1e9), size=3, rank=rank, device=device)
+    stage = Harness(tiny("glm_moe_dsa", device, comm), num_requests=len(PROMPTS), max_len=MAX_LEN)
+    stage.pool.fill_random(0)
+    stage.lengths[:] = PROMPTS
+    graphs, sliced, page = decode_graphs(kind, stage), SlicedStage(comm), stage.pool.page_size
+    before = torch.zeros(1, device=device)
+    for requests in STEPS:
+        order, plan = stage.plan({request: [3] for request in requests})
+        captured = graphs.find(plan)
+        assert captured is not None
+        logits = sliced.run(captured, [captured.load(plan)])
+        assert (logits is None) == (rank < 2)
+        assert captured.results[0].isfinite().all()
+        state, selected = captured.received
+        assert not torch.equal(state[0], before)
+        before = state[0].clone()
+        for request, slots in zip(order, selected.tolist(), strict=False):  # then padding
+            newest = np.arange(stage.lengths[request], -1, -1)[: len(slots)]
+            want = stage.tables[request][newest // page] * page + newest % page
+            assert [slot for slot in slots if slot >= 0] == want.tolist()
+        stage.lengths[order] += 1
+    assert comm.calls["receive"] == 2 * len(STEPS)

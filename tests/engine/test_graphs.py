@@ -4,8 +4,15 @@ import pytest
 import torch
 
 from kllm.engine.graphs import NARROWEST_TOKENS, batch_bucket, width_bucket
-from tests.engine.graph_cases import RerunGraphs, Staged, check_replayed_steps, decode_graphs
-from tests.tolerances import LOGITS
+from tests.engine.graph_cases import (
+    RerunGraphs,
+    Staged,
+    check_replayed_steps,
+    check_slice,
+    decode_graphs,
+)
+from tests.engine.relayed import check_relayed_stages
+from tests.tolerances import LAYOUT, LOGITS
 
 CPU = torch.device("cpu")
 # Llama's attention on a CPU cannot be captured. DeepSeek-V4 has every kind of state; of GLM, 3
@@ -45,3 +52,16 @@ def test_block_tables_are_padded_to_powers_of_two_within_the_longest() -> None:
     assert width_bucket(narrowest + 1, page, 1000) == 2 * narrowest
     assert width_bucket(600, page, 1000) == 1000
     assert width_bucket(3, page, 10) == 10
+
+
+@pytest.mark.parametrize(
+    ("preset", "family", "pp"),
+    [("deepseek-v4-flash", "deepseek_v4", 2), ("glm-5.2", "glm_moe_dsa", 3)],
+)
+def test_stages_answer_with_graphs_like_one_rank_without(preset: str, family: str, pp: int) -> None:
+    check_relayed_stages(preset, "cpu", pp, LAYOUT[family])
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_a_captured_stage_alone_is_given_new_input_each_step(rank: int) -> None:
+    check_slice(RerunGraphs, CPU, rank)

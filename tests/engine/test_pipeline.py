@@ -4,7 +4,6 @@ import json
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from kllm.attention.context import ForwardContext
 from kllm.config import EngineConfig
-from kllm.engine.pipeline import WARM_UP_STEPS, SlicedStage, run_stages
+from kllm.engine.pipeline import SlicedStage, run_stages
 from kllm.errors import ConfigError, DataError
 from kllm.models.base import CausalLM, Groups, Stage
 from kllm.models.load import load_model, resolve
@@ -339,123 +338,3 @@ def test_layers_are_dealt_evenly_and_no_stage_is_empty() -> None:
 def test_more_stages_than_layers_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"pp 5 .* has 4 layers; use a pp of at most 4"):
         load("llama", 0, 5)
-
-
-class Machine:
-    """A host that queues work on a device, and a link; time passes where the work says so."""
-
-    def __init__(self) -> None:
-        self.now = 100.0  # on the host
-        self.done = 0.0  # when the device has done what is queued
-
-    def clock(self) -> float:
-        return self.now
-
-    def sleep(self, seconds: float) -> None:
-        self.now += seconds
-
-    def queue(self, host_s: float, device_s: float) -> None:
-        """Work of many parts: the device begins with the first of them."""
-        self.done = max(self.done, self.now) + device_s
-        self.now += host_s
-        self.done = max(self.done, self.now)
-
-    def transfer(self, seconds: float, fill: object, *buffers: Tensor) -> Done:
-        self.done = max(self.done, self.now) + seconds
-        return Done()
-
-    def mark(self) -> float:
-        return max(self.done, self.now)
-
-    def between(self, begin: float, end: float) -> float:
-        self.now = max(self.now, end)
-        return end - begin
-
-
-class Work:
-    """The first of several stages; each of its micro-batches takes so long."""
-
-    def __init__(self, machine: Machine, host_s: float, device_s: float) -> None:
-        self.machine, self.takes = machine, (host_s, device_s)
-        self.stage = Stage(0, 1, 2)
-
-    def prepare(self, ctx: object) -> None:
-        pass
-
-    def __call__(self, ctx: object, received: list[Tensor]) -> Tensor:
-        self.machine.queue(*self.takes)
-        return torch.zeros(1)
-
-    def boundary(self, ctx: object, state: Tensor) -> list[Tensor]:
-        return [state]
-
-    receive_buffers = stand_in = None
-
-
-PLAIN: Any = SimpleNamespace(static=False)  # all that a slice asks of a micro-batch's context
-CAPTURED: Any = SimpleNamespace(static=True)
-
-
-@pytest.mark.parametrize(
-    ("micro", "stages", "host_s", "device_s", "want_s"),
-    [
-        (1, 2, 1.0, 5.0, 2 * 5),
-        (2, 2, 1.0, 5.0, 3 * 5),
-        (4, 4, 1.0, 5.0, 7 * 5),
-        (1, 2, 5.0, 2.0, 5 + 2),  # hosts queue at the same time, devices work one after the other
-        (1, 4, 5.0, 2.0, 5 + 3 * 2),
-    ],
-)
-def test_a_slice_takes_the_time_of_all_stages(
-    micro: int, stages: int, host_s: float, device_s: float, want_s: float
-) -> None:
-    machine = Machine()
-    link = Link(latency_s=0.0, bytes_per_s=1e30)
-    comm = EmulatedComm(link, size=stages, device=torch.device("cpu"), wire=machine)
-    stage = SlicedStage(comm, machine.clock, machine.sleep)
-    model: Any = Work(machine, host_s, device_s)
-    took = []
-    for _ in range(WARM_UP_STEPS + 5):
-        begin = machine.now
-        assert stage.run(model, [PLAIN] * micro) is None
-        took.append(machine.now - begin)
-    assert took[WARM_UP_STEPS:] == pytest.approx([want_s] * 5)
-
-
-def test_a_host_that_is_held_up_does_not_hold_up_the_device_longer_each_time() -> None:
-    """Queues are finite, and layers may ask the device: the host then waits as well."""
-    machine = Machine()
-    link = Link(latency_s=0.0, bytes_per_s=1e30)
-    comm = EmulatedComm(link, size=2, device=torch.device("cpu"), wire=machine)
-    stage = SlicedStage(comm, machine.clock, machine.sleep)
-
-    class Waits(Work):
-        def __call__(self, ctx: object, received: list[Tensor]) -> Tensor:
-            machine.now = max(machine.now, machine.done)
-            return super().__call__(ctx, received)
-
-    model: Any = Waits(machine, 5.0, 2.0)
-    took = []
-    for _ in range(20):
-        begin = machine.now
-        stage.run(model, [PLAIN])
-        took.append(machine.now - begin)
-    assert max(took) <= 2 * 5.0
-
-
-def test_a_slice_tells_captured_steps_from_others() -> None:
-    """A host that only launches a graph does not say how long it needs for all kernels."""
-    machine = Machine()
-    link = Link(latency_s=0.0, bytes_per_s=1e30)
-    comm = EmulatedComm(link, size=2, device=torch.device("cpu"), wire=machine)
-    stage = SlicedStage(comm, machine.clock, machine.sleep)
-    kinds = {"plain": (PLAIN, 5.0), "captured": (CAPTURED, 0.5)}
-    took: dict[str, list[float]] = {"plain": [], "captured": []}
-    for _ in range(WARM_UP_STEPS + 5):
-        for kind, (ctx, host_s) in kinds.items():
-            model: Any = Work(machine, host_s, 2.0)
-            begin = machine.now
-            stage.run(model, [ctx])
-            took[kind].append(machine.now - begin)
-    assert took["plain"][WARM_UP_STEPS:] == pytest.approx([5.0 + 2.0] * 5)
-    assert took["captured"][WARM_UP_STEPS:] == pytest.approx([2 * 2.0] * 5)
