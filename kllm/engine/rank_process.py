@@ -66,7 +66,7 @@ class RankServer:
         self._device: torch.device
         self._groups: Groups | None = None
         self._rank: Rank | None = None
-        self._runner: Runner  # who runs steps: the rank, or who stands in for it
+        self._runner: Runner | None = None  # who runs steps: the rank, or who stands in for it
         self._codec: StepCodec
         self._known: dict[str, Request]
         self._requests: tuple[Request, ...]  # sampled here in the last step
@@ -143,6 +143,7 @@ class RankServer:
                 self._known[item] if isinstance(item, str) else item for item in message.requests
             )
             self._known = {request.id: request for request in self._requests}
+        assert self._runner is not None, "no rank was built"
         outcome = self._runner.run(self._codec.unpack(message.plan), self._requests)
         if len(outcome.token_ids):
             for request, token in zip(self._requests, outcome.token_ids.tolist(), strict=True):
@@ -152,11 +153,13 @@ class RankServer:
     def _release(self) -> None:
         if self._rank is not None:
             self._rank.close()
-        self._rank = self._groups = None
+        self._rank = self._runner = self._groups = None
         self._start()
+        on_gpu: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        if on_gpu:
+            gc.collect()  # NCCL does not leave a group while a graph that has its calls is alive
         distributed.disconnect()
-        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-            gc.collect()
+        if on_gpu:
             torch.cuda.empty_cache()  # another process may want this device's memory
 
 

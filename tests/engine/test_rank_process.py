@@ -1,12 +1,13 @@
 """What a rank keeps from one message to the next."""
 
+import weakref
 from collections.abc import Sequence
 
 import numpy as np
 
 from kllm.core import Request, SamplingParams
 from kllm.engine.rank_process import RankServer
-from kllm.engine.rank_protocol import Sampled, StandIn, Step
+from kllm.engine.rank_protocol import Release, Sampled, StandIn, Step
 from kllm.engine.step import MicroStep, RankOutcome
 from kllm.engine.step_codec import StepCodec
 
@@ -34,3 +35,14 @@ def test_new_steps_begin_without_the_requests_of_earlier_ones() -> None:
     assert sampled(None) == [7]
     server.reply(StandIn(Recorder()))
     assert sampled(None) == []
+
+
+def test_a_released_rank_is_gone() -> None:
+    """With its weights: the next layout's need the memory."""
+    server, rank = RankServer(0), Recorder()
+    server.reply(StandIn(rank))
+    held = weakref.ref(rank)
+    del rank
+    assert held() is not None
+    assert server.reply(Release()) is True
+    assert held() is None
