@@ -23,6 +23,7 @@ from kllm.models.base import CausalLM, Groups
 from kllm.models.devices import fit_threads, free_bytes
 from kllm.models.load import ResolvedModel, load_model
 from kllm.parallel.emulated import EmulatedComm
+from kllm.parallel.expert_backends import capturable
 from kllm.parallel.layout import place
 from kllm.parallel.sequence import SequenceStep, local_plan
 from kllm.parallel.stripes import Stripes
@@ -130,7 +131,9 @@ class Rank:
         )
         if fill:
             self._pool.fill_random(self.config.seed)
-        if self.config.graphs and self.device.type == "cuda" and self.model.capturable:
+        usable = self.layout.ep == 1 or capturable(self.layout.ep_backend)
+        usable = usable and self.config.graphs and self.model.capturable
+        if usable and self.device.type == "cuda":
             self._graphs = DecodeGraphs(
                 self.model,
                 self._pool,

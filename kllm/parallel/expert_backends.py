@@ -11,6 +11,11 @@ from kllm.parallel.expert_deep_ep import DeepEP
 from kllm.parallel.expert_dispatch import Dispatcher, DispatchStep
 
 
+def capturable(name: str) -> bool:
+    """Whether a CUDA graph can hold an exchange; the host waits for the counts of all_to_all."""
+    return name != "all_to_all"
+
+
 class Backends:
     """The exchanges that one name of `kllm.config.EP_BACKENDS` stands for.
 

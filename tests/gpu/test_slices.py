@@ -12,6 +12,7 @@ LAYOUTS = (
     "tp=4",
     "tp=4,ep=4",
     "dp=8,ep=8",
+    "dp=4,ep=4,ep_backend=all_to_all",
     "dp=2,tp=2,ep=4",
     "pp=2",
     "cp=4,ep=4,cp_kind=ring",
