@@ -37,3 +37,10 @@ class DataError(KllmError):
 
 class WorkerError(KllmError):
     """A child process or a rank died, hung, or broke the protocol."""
+
+
+def one_line(error: BaseException) -> str:
+    """An error as a table's cell or a part of a sentence; one of ours needs no name."""
+    lines = str(error).strip().splitlines()
+    text = lines[0] if lines else type(error).__name__
+    return text if isinstance(error, KllmError) else f"{type(error).__name__}: {text}"

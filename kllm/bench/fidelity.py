@@ -29,11 +29,11 @@ from kllm.bench.fidelity_findings import (
 )
 from kllm.bench.fidelity_model import LayoutModel
 from kllm.bench.fidelity_sides import UNITS, FidelityLoad, Ranks, Side
-from kllm.bench.fidelity_transfer import measure_transfers, missing_libraries
+from kllm.bench.fidelity_transfer import add_transfers
 from kllm.bench.record import Record
 from kllm.bench.timing import interleave
 from kllm.config import EngineConfig, ParallelConfig
-from kllm.errors import CapacityError, ConfigError, KllmError
+from kllm.errors import CapacityError, ConfigError, KllmError, one_line
 from kllm.hardware import Ceilings, ceilings
 from kllm.models.devices import free_bytes
 from kllm.models.load import ResolvedModel, largest_scale, rank_bytes, resolve
@@ -295,27 +295,7 @@ class FidelityBench:
             "a rank's weights": rank_bytes(tensors, ParallelConfig(tp=self.world), resolved.dtype),
         }
         assert found.links is not None
-        try:
-            moved = measure_transfers(kind, sizes)
-        except FAILURES as error:
-            record.row("transfers", {"state": "failed", "reason": one_line(error)})
-            return
-        for one in moved:
-            rate = one.nbytes / one.seconds
-            row: dict[str, Any] = {
-                "what": one.what,
-                "way": one.way,
-                "fidelity": "real",
-                "mib": one.nbytes / 2**20,
-                "ms": one.seconds * 1e3,
-                "gbytes_per_s": rate / 1e9,
-                "achieved_over_link": rate / found.links.bytes_per_s,
-                "state": "ok",
-            }
-            units = {"mib": "MiB", "ms": "ms", "gbytes_per_s": "GB/s"}
-            record.row("transfers", row, units)
-        if absent := missing_libraries():
-            record.notes.append(absent)
+        add_transfers(record, kind, sizes, found.links.bytes_per_s)
 
     def conclude(self, record: Record) -> None:
         """Name the layouts whose estimates are too far off."""
@@ -355,13 +335,6 @@ def _open(
 def _runner(side: Side, seed: int) -> Callable[[], Mapping[str, float]]:
     seeds = iter(range(seed + 1, seed + 1_000_000))  # both sides have the same prompts in a round
     return lambda: side.run(next(seeds))
-
-
-def one_line(error: BaseException) -> str:
-    """An error as a table's cell."""
-    lines = str(error).strip().splitlines()
-    text = lines[0] if lines else type(error).__name__
-    return text if isinstance(error, KllmError) else f"{type(error).__name__}: {text}"
 
 
 def _free() -> None:

@@ -5,23 +5,22 @@ from pathlib import Path
 
 import pytest
 
-from kllm.bench import fidelity
+from kllm.bench import fidelity, fidelity_transfer
 from kllm.bench.base import Context
 from kllm.bench.fidelity import (
     FidelityBench,
     layouts_of,
-    one_line,
     pairs_for,
     scale_for_both,
 )
 from kllm.bench.fidelity_findings import MODEL_OF_SLICE, SLICE_OF_REAL
 from kllm.bench.fidelity_model import LayoutModel
 from kllm.bench.fidelity_sides import UNITS, FidelityLoad
-from kllm.bench.fidelity_transfer import Moved, measure_transfers
+from kllm.bench.fidelity_transfer import Moved
 from kllm.bench.record import Record, Subject
 from kllm.bench.run import run_bench
 from kllm.config import EngineConfig, ParallelConfig, SchedulerConfig
-from kllm.errors import ConfigError, WorkerError
+from kllm.errors import ConfigError, WorkerError, one_line
 from kllm.hardware import Ceilings
 from kllm.hardware.links import COLLECTIVES, LinkCeilings
 from kllm.models.load import resolve
@@ -59,7 +58,8 @@ def test_real_ranks_slice_and_model_are_compared_in_one_result(
     def moves(kind: str, sizes: dict[str, int]) -> list[Moved]:
         return [Moved(what, kind, size, size / 0.5e9) for what, size in sizes.items()]
 
-    monkeypatch.setattr(fidelity, "measure_transfers", moves)
+    monkeypatch.setattr(fidelity_transfer, "measure_transfers", moves)
+    monkeypatch.setattr(fidelity_transfer, "measure_libraries", lambda *_: ([], ["No library."]))
     bench = FidelityBench(
         layouts=(parse("tp=3"), parse("dp=2,ep=2")),
         pairs=(SLICE_OF_REAL, MODEL_OF_SLICE),
@@ -81,6 +81,7 @@ def test_real_ranks_slice_and_model_are_compared_in_one_result(
     moved = rows_of(result, "transfers")
     assert [row["what"] for row in moved] == ["a request's KV", "a rank's weights"]
     assert [row["achieved_over_link"] for row in moved] == pytest.approx([0.5, 0.5]), "of 1 GB/s"
+    assert "No library." in result.notes
     assert any("DeepEP was not measured: deep_ep is not installed" in n for n in result.notes)
     assert any("share the cores" in note for note in result.notes)
     assert result.boundary is not None
@@ -187,16 +188,6 @@ def test_a_modelled_run_adds_up() -> None:
     # The mean request waits for 2.5 of 4 prompts, and ends with all the others.
     assert found["ttft_ms"] == pytest.approx(prefill_s * 1e3 * 2.5 / 4)
     assert found["ttft_ms"] + 4 * found["tpot_ms"] == pytest.approx(total_s * 1e3)
-
-
-def test_buffers_move_between_processes_both_ways() -> None:
-    moved = measure_transfers("cpu", {"kv": 1000, "weights": 1 << 40})
-    assert [(m.what, m.way) for m in moved] == [
-        (what, way) for what in ("kv", "weights") for way in ("gloo send", "shared memory copy")
-    ]
-    assert moved[0].nbytes == 1000
-    assert moved[2].nbytes == 16 << 20, "cut"
-    assert all(m.seconds > 0 for m in moved)
 
 
 @pytest.mark.parametrize(
