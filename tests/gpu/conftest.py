@@ -1,6 +1,7 @@
 """Where the GPU tests run: on a GPU, or kernel by kernel in Triton's interpreter.
 
-`pytest -m gpu tests/gpu` on a machine with a GPU runs everything. Without one,
+`pytest -m gpu tests/gpu` on a machine with a GPU runs everything, with two GPUs also layouts over
+NCCL (`test_two_gpus.py`, `test_two_gpu_failures.py`). Without one,
 `TRITON_INTERPRET=1 pytest tests/gpu` runs the kernels' tests on the CPU, if Triton is there.
 """
 
@@ -39,3 +40,11 @@ def cuda() -> torch.device:
     if not torch.cuda.is_available():
         pytest.skip("no GPU")
     return torch.device("cuda")
+
+
+@pytest.fixture(scope="session")
+def two_gpus() -> None:
+    """Two real GPUs, for ranks in processes of their own."""
+    count = torch.cuda.device_count()
+    if count < 2:
+        pytest.skip(f"needs two GPUs, and this machine has {count}")
