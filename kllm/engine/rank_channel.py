@@ -16,6 +16,7 @@ from pathlib import Path
 STEPS, PULSE = range(2)
 BUSY_S = 0.01  # at most for which a process waits busily; being woken takes some 50 us
 TAKEN_S = 0.5e-3  # a core that is gone for so long has gone to another process
+MOST_TAKEN = 3  # times between two looks; a virtual machine's cores pause now and then
 LOOK_S = 1.0  # between two looks at the machine's load
 CHUNK = 1 << 16  # bytes; most messages come in one piece
 
@@ -72,7 +73,7 @@ class Patience:
     """How a process waits for others: busily where the answer is near, then asleep.
 
     It waits busily, for `BUSY_S` at most, if the last wait was as short as that and the machine has
-    a core to spare; not for a while once another process wanted the core.
+    a core to spare; not for a while once other processes have taken the core several times.
 
     Args:
         processes: of this machine that may wait busily at the same time.
@@ -82,6 +83,7 @@ class Patience:
         self._processes = processes
         self._near = True
         self._spare, self._looked_s = False, float("-inf")
+        self._taken = 0  # times since the last look
 
     def wait(self, poll: select.poll, asleep_ms: int | None = None) -> list[tuple[int, int]]:
         """What `poll` finds, after `asleep_ms` at most (None: however long it takes)."""
@@ -91,8 +93,7 @@ class Patience:
             os.sched_yield()
             found = poll.poll(0)
             before, now = now, time.monotonic()
-            if now - before > TAKEN_S:
-                self._spare = False  # until the next look
+            self._taken += now - before > TAKEN_S
         if not found:
             found = poll.poll(asleep_ms)
         self._near = time.monotonic() - begin < BUSY_S
@@ -102,7 +103,8 @@ class Patience:
         if now - self._looked_s > LOOK_S:
             self._looked_s = now
             self._spare = usable_cores() > max(self._processes, os.getloadavg()[0])
-        return self._spare
+            self._taken = 0
+        return self._spare and self._taken < MOST_TAKEN
 
 
 def usable_cores() -> float:

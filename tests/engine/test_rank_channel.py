@@ -175,10 +175,19 @@ def test_the_load_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not poll.wait(patience, BUSY_S / 2)
 
 
+def test_a_core_that_pauses_once_is_still_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    machine(monkeypatch, cores=4)
+    poll, patience = Poll(monkeypatch), Patience(3)
+    poll.lost_s = BUSY_S / 2
+    assert not poll.wait(patience, BUSY_S / 4)
+    poll.lost_s = 0.0
+    assert not poll.wait(patience, BUSY_S / 2)
+
+
 def test_a_core_that_others_want_is_left_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, cores=4)
     poll, patience = Poll(monkeypatch), Patience(3)
-    poll.lost_s = 2e-3
+    poll.lost_s = 2 * rank_channel.TAKEN_S
     assert poll.wait(patience, BUSY_S / 2)
     poll.lost_s = 0.0
     assert poll.wait(patience, BUSY_S / 2)
