@@ -101,7 +101,8 @@ def conditions(link: str, found: Ceilings, kind: str, pairs: Sequence[Pair]) -> 
         ]
     if kind == "cuda":
         notes.append(
-            "Peak memory is that of tensors on rank 0; the libraries' own buffers are not in it."
+            "Peak memory is that of tensors on the rank that is sliced, in a pipeline one of the "
+            "last stage; the libraries' own buffers are not in it."
         )
     elif SLICE_OF_REAL in pairs:
         notes.append(

@@ -48,18 +48,18 @@ class LayoutModel:
         return model_shape(self.resolved.family, self.resolved.config)
 
     def memory_bytes(self, pool_tokens: int, requests: int) -> float:
-        """Weights and KV of rank 0; activations are not modelled."""
+        """Weights and KV of a rank of the last stage; activations are not modelled."""
         resolved = self.resolved
-        first = footprint(
+        rank = footprint(
             self._shape(),
             self.layout,
             dtype=resolved.dtype,
             kv_dtype=resolved.kv_dtype,
-        )[0]
+        )[-1]
         return (
-            first.weight_bytes
-            + first.kv_bytes_per_token * pool_tokens
-            + first.state_bytes_per_request * requests
+            rank.weight_bytes
+            + rank.kv_bytes_per_token * pool_tokens
+            + rank.state_bytes_per_request * requests
         )
 
     def values(

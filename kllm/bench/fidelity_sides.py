@@ -21,7 +21,7 @@ from kllm.engine.rank_pool import RankPool, launch
 from kllm.errors import CapacityError, ConfigError
 from kllm.models.load import resolve
 from kllm.models.shape import model_shape
-from kllm.parallel.layout import check
+from kllm.parallel.layout import check, sampling_rank
 
 GIB = float(1 << 30)
 MEMORY = "peak_gib"
@@ -127,8 +127,11 @@ class Side:
         most: int = resolved.config.max_position_embeddings
         length = load.isl + load.osl
         scheduler = replace(config.scheduler, max_batch=load.requests // layout.dp)
+        # Of a pipeline the rank that samples, whose steps end last.
+        rank = sampling_rank(layout)
         self._config = config = replace(
             config,
+            slice_rank=rank,
             scale=resolved.scale,
             dtype=resolved.dtype,
             parallel=layout,
@@ -139,6 +142,7 @@ class Side:
         self._load = load
         self._counts = resolved.device.startswith("cuda")  # whether memory is counted
         sliced = fidelity == "rank-slice"
+        self._rank = rank
         self._groups = layout.dp if sliced else 1
         resolved = resolve(config)
         self._executor: DeviceExecutor = (
@@ -185,9 +189,10 @@ class Side:
             "tpot_ms": run.mean("tpot_s") * 1e3,
             "output_tokens_per_s": run.output_tokens_per_s * self._groups,
         }
-        memory = self._executor.settle()[0]  # of rank 0, which is the one that is sliced
+        memory = self._executor.settle()
         if self._counts:
-            found[MEMORY] = (memory.held + memory.passing) / GIB
+            here = memory[self._rank if len(memory) > 1 else 0]
+            found[MEMORY] = (here.held + here.passing) / GIB
         return found
 
     def close(self) -> None:

@@ -156,6 +156,11 @@ def rank_of(layout: ParallelConfig, at: Place) -> int:
     return ((at.pp * layout.dp + at.dp) * layout.cp + at.cp) * layout.tp + at.tp
 
 
+def sampling_rank(layout: ParallelConfig) -> int:
+    """The first of the ranks that sample: those of the last stage do."""
+    return rank_of(layout, Place(layout.pp - 1, 0, 0, 0))
+
+
 def tp_groups(layout: ParallelConfig) -> Groups:
     """Ranks that split heads, columns and vocabulary."""
     return _runs(range(layout.world), layout.tp)
