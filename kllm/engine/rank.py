@@ -131,9 +131,7 @@ class Rank:
         )
         if fill:
             self._pool.fill_random(self.config.seed)
-        usable = self.layout.ep == 1 or capturable(self.layout.ep_backend)
-        usable = usable and self.config.graphs and self.model.capturable
-        if usable and self.device.type == "cuda":
+        if self.config.graphs and self.device.type == "cuda" and self.model.capturable:
             self._graphs = DecodeGraphs(
                 self.model,
                 self._pool,
@@ -232,6 +230,8 @@ class Rank:
         # Whether and what to capture must be the same on all ranks: it runs collectives, and
         # stages send each other the padding too.
         batch, width = max(micro[0].peer_tokens), micro[0].width
+        if not capturable(self.layout, batch_bucket(batch)):
+            return None
         return self._graphs.find(shares[0].plan, batch=batch, width=width)
 
     def _replay(self, captured: CapturedStep, plan: Plan) -> Tensor | None:

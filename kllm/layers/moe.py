@@ -20,7 +20,7 @@ from torch.nn import functional as F
 from kllm.attention.context import ForwardContext
 from kllm.layers.experts import ExpertRanks, RoutedExperts, RoutingCounts
 from kllm.layers.mlp import GatedMLP
-from kllm.parallel.expert_backends import Backends
+from kllm.parallel.expert_backends import Backends, exchanges
 from kllm.parallel.expert_dispatch import DispatchStep, Routed
 from kllm.registry import Registry
 
@@ -132,7 +132,7 @@ class MoE(nn.Module):
         self.ranks = ranks
         self.counts: RoutingCounts | None = None
         self.backends: Backends | None = None
-        if not (ranks.same_tokens and ranks.backend == "auto") and ranks.ep.size > 1:
+        if exchanges(ranks.backend, ranks.tp.size, ranks.ep.size):
             self.backends = Backends(
                 ranks.backend,
                 ranks.ep,

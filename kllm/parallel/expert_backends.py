@@ -2,6 +2,7 @@
 
 import torch
 
+from kllm.config import ParallelConfig
 from kllm.errors import ConfigError, DependencyError
 from kllm.parallel import expert_deep_ep
 from kllm.parallel.communicator import Communicator
@@ -11,9 +12,34 @@ from kllm.parallel.expert_deep_ep import DeepEP
 from kllm.parallel.expert_dispatch import Dispatcher, DispatchStep
 
 
-def capturable(name: str) -> bool:
-    """Whether a CUDA graph can hold an exchange; the host waits for the counts of all_to_all."""
-    return name != "all_to_all"
+def exchanges(name: str, tp: int, ep: int) -> bool:
+    """Whether tokens travel to their experts: where no rank lacks any, only if asked for by name.
+
+    Args:
+        tp: ranks that hold the same tokens.
+        ep: ranks that hold different experts.
+    """
+    return ep > 1 and (ep > tp or name != "auto")
+
+
+def capturable(layout: ParallelConfig, batch: int) -> bool:
+    """Whether a CUDA graph can hold the exchanges of a decode step, if it has any.
+
+    Pipeline stages must agree, also those without experts: it follows from the layout, and `auto`
+    counts as DeepEP wherever that is installed.
+
+    Args:
+        batch: tokens of the rank that runs the most.
+    """
+    name = layout.ep_backend
+    if not exchanges(name, layout.tp, layout.ep):
+        return True
+    if name == "all_to_all":
+        return False  # the host waits for its counts
+    if name == "deep_ep" or (name == "auto" and expert_deep_ep.installed()):
+        # So it does in DeepEP's kernels for larger steps.
+        return -(-batch // layout.tp) <= expert_deep_ep.LOW_LATENCY_TOKENS
+    return True
 
 
 class Backends:
@@ -48,7 +74,7 @@ class Backends:
                 name = "deep_ep"
         if name == "deep_ep":
             if why is not None:
-                raise ConfigError(why) if expert_deep_ep.installed() else DependencyError(why)
+                raise (DependencyError if expert_deep_ep.unusable() else ConfigError)(why)
             self._prefill = self._decode = DeepEP(comm, per_rank, dim)
         elif name == "all_to_all":
             self._prefill = self._decode = AllToAll(comm, per_rank)

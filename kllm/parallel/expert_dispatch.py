@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kllm import env
 from kllm.errors import WorkerError
 from kllm.parallel.communicator import Communicator
 
@@ -66,6 +67,13 @@ def unpack_routing(packed: Tensor) -> tuple[Tensor, Tensor]:
     """The slots [n, k] int64 and weights [n, k] of a message of `pack_routing`."""
     slots, weights = packed.chunk(2, dim=1)
     return slots.long(), weights.contiguous().view(torch.float32)
+
+
+def checks_counts(device: torch.device) -> bool:
+    """Whether to compare counts now: in debug mode, but a captured graph cannot wait for them."""
+    if not env.debug():
+        return False
+    return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
 
 def check_conservation(comm: Communicator, sent: int, received: int, device: torch.device) -> None:

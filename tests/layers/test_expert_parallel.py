@@ -1,6 +1,7 @@
 """Every way of spreading experts over ranks gives what one rank gives. Debug checks are on."""
 
 import re
+import sys
 from dataclasses import replace
 
 import pytest
@@ -20,6 +21,7 @@ from kllm.parallel.expert_backends import Backends
 from kllm.parallel.link import Link
 from kllm.parallel.single import SingleComm
 from tests.layers.expert_steps import step
+from tests.parallel import fake_deep_ep
 from tests.parallel.thread_layouts import run_layout
 from tests.tolerances import TOLERANCE
 
@@ -209,11 +211,18 @@ def backends(name: str, **other: object) -> Backends:
     )
 
 
+@pytest.fixture
+def deep_ep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(expert_deep_ep, "installed", lambda: True)
+    monkeypatch.setitem(sys.modules, "deep_ep", fake_deep_ep)  # type: ignore[arg-type]
+
+
 def test_deep_ep_is_reported_when_it_is_missing() -> None:
     with pytest.raises(DependencyError, match="deep_ep is not installed; install DeepEP, or use"):
         backends("deep_ep")
 
 
+@pytest.mark.usefixtures("deep_ep")
 @pytest.mark.parametrize(
     ("other", "why"),
     [
@@ -222,15 +231,13 @@ def test_deep_ep_is_reported_when_it_is_missing() -> None:
         ({}, "needs all ranks of the layout and here one stands for them"),
     ],
 )
-def test_deep_ep_says_why_it_cannot_be_used(
-    other: dict[str, object], why: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kllm.parallel.expert_deep_ep.installed", lambda: True)
+def test_deep_ep_says_why_it_cannot_be_used(other: dict[str, object], why: str) -> None:
     with pytest.raises(ConfigError, match=why):
         backends("deep_ep", **other)
     backends("auto", **other)  # does without
 
 
+@pytest.mark.usefixtures("deep_ep")
 @pytest.mark.parametrize(
     ("size", "dim", "top_k", "why"),
     [
@@ -239,10 +246,7 @@ def test_deep_ep_says_why_it_cannot_be_used(
         (8, 4096, 12, "experts a token of 1, .* and not 12"),
     ],
 )
-def test_deep_ep_says_which_sizes_it_has(
-    size: int, dim: int, top_k: int, why: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(expert_deep_ep, "installed", lambda: True)
+def test_deep_ep_says_which_sizes_it_has(size: int, dim: int, top_k: int, why: str) -> None:
     comm = emulated(size, 0)
     comm.group = object()  # type: ignore[attr-defined]
     device = torch.device("cuda")

@@ -1,6 +1,5 @@
 """Tokens reach the ranks of their experts once, and the answers are added up where they began."""
 
-import sys
 from collections.abc import Callable
 
 import pytest
@@ -9,76 +8,45 @@ from torch import Tensor
 
 from kllm import env
 from kllm.errors import WorkerError
-from kllm.parallel import expert_deep_ep
 from kllm.parallel.communicator import Communicator
 from kllm.parallel.emulated import EmulatedComm
 from kllm.parallel.expert_all_gather import AllGather
 from kllm.parallel.expert_all_to_all import AllToAll
-from kllm.parallel.expert_deep_ep import DeepEP
 from kllm.parallel.expert_dispatch import (
     Dispatcher,
     DispatchStep,
     Routed,
     check_conservation,
+    checks_counts,
     pack_routing,
     unpack_routing,
 )
 from kllm.parallel.link import Link
-from tests.parallel import fake_deep_ep
+from tests.parallel.expert_tokens import (
+    COUNTS,
+    PER_RANK,
+    RANKS,
+    K,
+    check_sums,
+    routed,
+)
 from tests.parallel.threads import run_ranks
 
-RANKS, PER_RANK, DIM, K = 4, 3, 8, 3
-COUNTS = (5, 0, 9, 2)  # tokens of each rank
 BACKENDS: dict[str, Callable[[Communicator], Dispatcher]] = {
     "all_to_all": lambda comm: AllToAll(comm, PER_RANK),
     "all_gather": lambda comm: AllGather(comm, PER_RANK),
-    "deep_ep": lambda comm: DeepEP(comm, PER_RANK, DIM),
 }
 
 
 @pytest.fixture(autouse=True)
-def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
+def debug(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(env, "debug", lambda: True)
-    monkeypatch.setitem(sys.modules, "deep_ep", fake_deep_ep)  # type: ignore[arg-type]
-    expert_deep_ep._buffer.cache_clear()
-
-
-def routed(rank: int) -> Routed:
-    generator = torch.Generator().manual_seed(rank)
-    n = COUNTS[rank]
-    slots = torch.rand(n, RANKS * PER_RANK, generator=generator).argsort(1)[:, :K]
-    x, weights = torch.randn(n, DIM, generator=generator), torch.rand(n, K, generator=generator)
-    return Routed(x, slots, weights)
-
-
-def add_up(tokens: Routed, first: int) -> Tensor:
-    """An expert multiplies by its slot number + 1: the weighted sum over the own ones."""
-    local = tokens.slots - tokens.first
-    own = (local >= 0) & (local < PER_RANK)
-    factor = torch.where(own, (local + first + 1) * tokens.weights, 0.0).sum(dim=1, keepdim=True)
-    return torch.where(own.any(dim=1, keepdim=True), tokens.x * factor, 0.0)
 
 
 @pytest.mark.parametrize("decode_only", [False, True])
 @pytest.mark.parametrize("name", BACKENDS)
 def test_every_token_gets_the_sum_over_its_experts(name: str, decode_only: bool) -> None:
-    """Twice in a row, in case a buffer keeps something."""
-
-    def work(comm: Communicator) -> list[Tensor]:
-        comm.group = comm  # type: ignore[attr-defined]
-        backend = BACKENDS[name](comm)
-        out = []
-        for only in (False, decode_only):
-            step = DispatchStep(max(COUNTS), only)
-            trip = backend.send(routed(comm.rank), step)
-            out.append(trip.combine(add_up(trip.arrive(), comm.rank * PER_RANK)))
-        return out
-
-    for rank, found in enumerate(run_ranks(RANKS, work)):
-        tokens = routed(rank)
-        want = tokens.x * ((tokens.slots + 1) * tokens.weights).sum(dim=1, keepdim=True)
-        for got in found:
-            torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    check_sums(BACKENDS[name], torch.float32, (False, decode_only))
 
 
 def test_exact_exchange_sends_a_token_to_a_rank_once_and_in_order() -> None:
@@ -158,17 +126,12 @@ def test_an_exchange_that_loses_counts_is_noticed() -> None:
         AllToAll(comm, PER_RANK).send(routed(2), DispatchStep(0, False))
 
 
-def test_deep_ep_counts_are_checked(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Wrong(fake_deep_ep.Buffer):
-        def low_latency_dispatch(self, *args: object, **more: object) -> tuple[object, ...]:
-            x, counts, *rest = super().low_latency_dispatch(*args, **more)  # type: ignore
-            return x, counts + 1, *rest
-
-    monkeypatch.setattr(fake_deep_ep, "Buffer", Wrong)
-
-    def work(comm: Communicator) -> None:
-        comm.group = comm  # type: ignore[attr-defined]
-        DeepEP(comm, PER_RANK, DIM).send(routed(comm.rank), DispatchStep(max(COUNTS), True))
-
-    with pytest.raises(WorkerError, match="48 tokens were sent to experts and 60 arrived"):
-        run_ranks(RANKS, work)
+@pytest.mark.parametrize("capturing", [False, True])
+def test_a_captured_step_does_not_wait_for_counts(
+    capturing: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing)
+    assert checks_counts(torch.device("cuda")) != capturing
+    assert checks_counts(torch.device("cpu"))
+    monkeypatch.setattr(env, "debug", lambda: False)
+    assert not checks_counts(torch.device("cuda"))
