@@ -4,23 +4,14 @@ import importlib
 
 import pytest
 import torch
-from torch import Tensor
 
 from kllm.kernels import moe_grouped, reference
-from tests.gpu.cases import DTYPES, randn
+from tests.gpu.cases import DTYPES, distance, randn
 from tests.tolerances import MOE_DISTANCE
 
 
 def kernel():  # type: ignore[no-untyped-def]
     return importlib.import_module("kllm.kernels.moe_triton")
-
-
-def distance(x: Tensor, y: Tensor) -> float:
-    """1 - 2<x,y> / (<x,x> + <y,y>): 0 for equal tensors."""
-    x, y = x.double(), y.double()
-    if not x.any() and not y.any():  # no choice was one of these experts
-        return 0.0
-    return float(1 - 2 * (x * y).sum() / ((x * x).sum() + (y * y).sum()))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
