@@ -99,7 +99,7 @@ class CapturedStep:
     inputs: _Inputs
     received: list[Tensor]  # where the stage before's boundary is read; empty on the first stage
     graph: torch.cuda.CUDAGraph
-    results: list[Tensor]  # the boundary; of the last stage, logits [batch, V] float32
+    results: list[Tensor]  # the boundary; the last stage's state; of a single stage, the logits
 
     def load(self, plan: Plan) -> ForwardContext:
         """Make `plan` the step that runs next, with the context that this returns."""
@@ -115,9 +115,14 @@ class CapturedStep:
         self.model.prepare(ctx)
 
     def __call__(self, ctx: ForwardContext, received: Sequence[Tensor]) -> Tensor:
-        """Replay the loaded step: the state that is sent on, or the last stage's logits."""
+        """Replay the loaded step: the state that is sent on or that the last stage ends with."""
         self.graph.replay()
         return self.results[0]
+
+    def logits(self, state: Tensor, count: int) -> Tensor:
+        """[count, V] float32 of the first requests, from what the last stage's call returned."""
+        state = state[:count]
+        return state if self.stage.first else self.model.logits(state)
 
     def boundary(self, ctx: ForwardContext, state: Tensor) -> list[Tensor]:
         """See `CausalLM.boundary`."""
@@ -214,7 +219,10 @@ class DecodeGraphs:
             # What layers share within a step must be computed inside the graph, each time anew.
             ctx = replace(inputs.ctx, shared=dict(inputs.ctx.shared))
             state = model(ctx, received)
-            return [model.logits(state)] if model.stage.last else model.boundary(ctx, state)
+            if not model.stage.last:
+                return model.boundary(ctx, state)
+            # Behind other stages the logits are queued while the device works, and cost no launch.
+            return [model.logits(state) if model.stage.first else state]
 
         return CapturedStep(model, inputs, received, *self._record(run))
 

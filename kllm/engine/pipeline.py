@@ -96,11 +96,12 @@ class SlicedStage:
     t is the time of the device, this stage's transfers included, once the host has queued a
     micro-batch. The hosts of all stages queue at the same time: where that takes longer than the
     device, as in small steps, it counts for one stage only. To see t there, the device is held up
-    for as long as the host needs. That is far less where a captured step is replayed: such steps
-    are told apart from others.
+    for as long as the host needs. The device begins a captured step, though, only once all of it
+    is queued: there the host's time comes on top.
 
-    The other stages are taken to be like this one. That the first embeds, that the last computes
-    logits and that layers differ is not modelled.
+    The other stages are taken to be like this one, of which t has the layers only. That the first
+    embeds and that layers differ is not modelled. Logits and sampling follow where the last stage
+    is the one that runs, and are missing where it is another.
 
     Args:
         clock, sleep: seconds of the host; replaced in tests.
@@ -137,6 +138,7 @@ class SlicedStage:
             self._steps[captured] += 1
             self._queue_s[captured] = queue_s = min(self._queue_s[captured], queue_s)
         stage_s = self._pp.between(first, last) / micro
-        whole_s = micro * max(queue_s, stage_s) + (self._pp.size - 1) * stage_s
+        own_s = queue_s + stage_s if captured else micro * max(queue_s, stage_s)
+        whole_s = own_s + (self._pp.size - 1) * stage_s
         self._sleep(max(0.0, begin + whole_s - self._clock()))
         return states

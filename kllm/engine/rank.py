@@ -236,8 +236,8 @@ class Rank:
 
     def _replay(self, captured: CapturedStep, plan: Plan) -> Tensor | None:
         """Logits of the requests; None on an earlier stage."""
-        logits = self._run_stages(captured, [captured.load(plan)])
-        return None if logits is None else logits[0][: len(plan.query_lens)]
+        states = self._run_stages(captured, [captured.load(plan)])
+        return None if states is None else captured.logits(states[0], len(plan.query_lens))
 
     def _run_stages(
         self, model: StageModel, contexts: Sequence[ForwardContext]

@@ -106,8 +106,8 @@ def run_stage(
         return None if states is None else stage.model.logits(states[0])
     captured = graphs.find(plan)
     assert captured is not None
-    logits = run_stages(captured, [captured.load(plan)], comm)
-    return None if logits is None else logits[0][: len(plan.query_lens)]
+    states = run_stages(captured, [captured.load(plan)], comm)
+    return None if states is None else captured.logits(states[0], len(plan.query_lens))
 
 
 def decode_graphs(
