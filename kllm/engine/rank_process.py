@@ -51,7 +51,7 @@ from kllm.engine.rank_protocol import (
 from kllm.engine.step_codec import StepCodec
 from kllm.models.base import Groups
 from kllm.models.load import ResolvedModel, resolve
-from kllm.parallel import distributed
+from kllm.parallel import distributed, expert_deep_ep
 
 ALIVE_S = 1.0  # between two signs of life
 
@@ -158,6 +158,7 @@ class RankServer:
         on_gpu: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         if on_gpu:
             gc.collect()  # NCCL does not leave a group while a graph that has its calls is alive
+        expert_deep_ep.release()
         distributed.disconnect()
         if on_gpu:
             torch.cuda.empty_cache()  # another process may want this device's memory
