@@ -47,6 +47,7 @@ class FlashInferAttention:
         self._workspace: Tensor | None = None
         self._eager: dict[str, Any] = {}  # wrappers of steps that run as they are
         self._static: dict[tuple[int, int], Any] = {}  # of captured steps, by batch and width
+        self._copied: torch.cuda.Event | None = None  # once the device has the last plans
 
     def prepare(self, ctx: ForwardContext) -> None:
         """Plan the step's decodes and prefills.
@@ -60,11 +61,17 @@ class FlashInferAttention:
                 f"attention backend 'flashinfer' cannot read {pool.kv_dtype} KV entries; "
                 "choose --attention triton"
             )
+        if self._copied is not None:
+            # A planner writes to the host buffer that its last plan is copied from: the host may
+            # be several micro-batches ahead of the device, but not past that copy.
+            self._copied.synchronize()
         plans = {}
         if n:
             plans["decode"] = self._plan_decode(ctx)
         if n < len(ctx.query_lens_host):
             plans["prefill"] = self._plan_prefill(ctx)
+        if ctx.block_tables.is_cuda:
+            self._copied = torch.cuda.current_stream(ctx.block_tables.device).record_event()
         ctx.shared[PLANNED] = plans
 
     def attend(self, ctx: ForwardContext, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

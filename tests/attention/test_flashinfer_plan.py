@@ -40,7 +40,7 @@ def backend() -> FlashInferAttention:
         BatchDecodeWithPagedKVCacheWrapper=Wrapper, BatchPrefillWithPagedKVCacheWrapper=Wrapper
     )
     made.library, made.query_heads = library, HEADS
-    made._workspace, made._eager, made._static = None, {}, {}
+    made._workspace, made._copied, made._eager, made._static = None, None, {}, {}
     return made
 
 
