@@ -74,7 +74,7 @@ def test_the_exposed_part_is_measured_on_the_device(cuda: torch.device) -> None:
         handle.wait()
         torch.cuda.synchronize(cuda)
         exposed.append(comm.take_exposed_s())
-    slack = 0.1e-3
+    slack = 0.2e-3  # two events and a spin, each some tens of microseconds late
     assert abs(exposed[0] - 2e-3) < slack
     assert abs(exposed[1] - 1e-3) < slack
     assert exposed[2] < slack
