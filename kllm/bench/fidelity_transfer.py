@@ -23,6 +23,10 @@ from kllm.errors import KllmError, WorkerError, one_line
 from kllm.hardware.links import in_processes, seconds_of_call
 
 MOST_BYTES = {"cuda": 2 << 30, "cpu": 16 << 20}  # of a buffer; more of them take as much longer
+ONE_WAY = (
+    "The link's bandwidth is that of a shift from rank to rank, with both directions in use; what "
+    "is moved one way only can be faster than that."
+)
 UNITS = {"mib": "MiB", "ms": "ms", "gbytes_per_s": "GB/s"}
 
 
@@ -105,7 +109,7 @@ def add_transfers(
             "state": "ok",
         }
         record.row("transfers", row, UNITS)
-    record.notes += notes
+    record.notes += [ONE_WAY, *notes]
 
 
 def measure_transfers(kind: str, sizes: Mapping[str, int]) -> list[Moved]:
