@@ -123,7 +123,7 @@ def test_libraries_are_recorded_when_the_collectives_fail(
     failed, row = record.rows["transfers"]
     assert failed == {"state": "failed", "reason": "rank 1 died"}
     assert row["achieved_over_link"] == pytest.approx((1 << 20) / 1e-3 / 2e9)
-    assert record.notes == ["A note."]
+    assert record.notes == [fidelity_transfer.ONE_WAY, "A note."]
 
 
 class FakeEngine:
