@@ -52,10 +52,11 @@ EXPERT_BACKENDS = ("deep_ep", "all_to_all", "all_gather")
 
 
 def layouts_of(world: int) -> tuple[ParallelConfig, ...]:
-    """Each kind of parallelism over all ranks."""
+    """Each kind of parallelism over all ranks, with exchanges that a slice has too."""
+    backend = "all_gather" if expert_deep_ep.installed() else "auto"  # DeepEP needs all ranks
     return (
         ParallelConfig(tp=world),
-        ParallelConfig(dp=world, ep=world),
+        ParallelConfig(dp=world, ep=world, ep_backend=backend),
         ParallelConfig(cp=world, cp_kind="ring"),
         ParallelConfig(cp=world, cp_kind="all_gather"),
         ParallelConfig(pp=world),
@@ -148,6 +149,11 @@ class FidelityBench:
         found = ceilings(resolved.device, links=SLICE_OF_REAL in self.pairs)
         _free()
         record.notes += conditions(ctx.config.link, found, kind, self.pairs)
+        if expert_deep_ep.installed() and not self.layouts:
+            record.notes.append(
+                "Both sides exchange experts' tokens by all_gather: DeepEP, which is installed, needs "
+                "all ranks."
+            )
         with Ranks(self.world) as ranks:
             for done, layout in enumerate(self._layouts):
                 ctx.progress(short_name(layout), done, len(self._layouts))
