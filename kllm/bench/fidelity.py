@@ -151,8 +151,8 @@ class FidelityBench:
         record.notes += conditions(ctx.config.link, found, kind, self.pairs)
         if expert_deep_ep.installed() and not self.layouts:
             record.notes.append(
-                "Both sides exchange experts' tokens by all_gather: DeepEP, which is installed, needs "
-                "all ranks."
+                "Both sides exchange experts' tokens by all_gather: DeepEP, which is installed, "
+                "needs all ranks."
             )
         with Ranks(self.world) as ranks:
             for done, layout in enumerate(self._layouts):
