@@ -1,7 +1,7 @@
 """Attention in plain torch: what the CPU runs, and the reference of the other backends.
 
-Whole prompts go through one causal SDPA call each. A decode step reads each request's keys
-and values as a view where its pages are neighbours in the pool, and gathers them otherwise.
+Each prompt goes through one causal SDPA call; its cached prefix is read as a view where its pages
+are neighbours in the pool, and gathered otherwise. Decodes are `kllm.attention.torch_decode`'s.
 """
 
 from dataclasses import dataclass
@@ -12,13 +12,14 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from kllm.attention.context import ForwardContext
+from kllm.attention.torch_decode import attend_decodes
 
 STATE = "kv"
 
 
 @dataclass(slots=True)
 class _Segment:
-    """One request's part of the step."""
+    """One prompt's part of the step."""
 
     start: int  # its first query token
     queries: int
@@ -32,13 +33,12 @@ class TorchAttention:
     """Causal attention over paged keys and values with `scaled_dot_product_attention`."""
 
     def prepare(self, ctx: ForwardContext) -> None:
-        """Find each request's slots once, for all layers."""
+        """Find each prompt's slots once, for all layers."""
         page = ctx.pool.page_size
         tables = ctx.block_tables.cpu().numpy()
-        segments, start = [], 0
-        for b, (queries, context) in enumerate(
-            zip(ctx.query_lens_host.tolist(), ctx.context_lens_host.tolist(), strict=True)
-        ):
+        segments, start = [], ctx.num_decodes
+        for b in range(ctx.num_decodes, len(ctx.query_lens_host)):
+            queries, context = int(ctx.query_lens_host[b]), int(ctx.context_lens_host[b])
             pages = tables[b, : -(-context // page)]
             first, slots = -1, None
             if (np.diff(pages) == 1).all():
@@ -61,18 +61,21 @@ class TorchAttention:
         flat = pages.view(-1, *pages.shape[2:])  # [P * page, 2 K, D]
         stored = ctx.pool.pack(STATE, torch.cat((k, v), dim=1))  # [T, 2 K, D]
         flat.index_copy_(0, ctx.entry_slots(1), stored)
-        # What later steps will read, rounded alike: results do not depend on the chunk size.
-        fresh = ctx.pool.unpack(STATE, stored)
-        out = torch.empty_like(q)
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        n = ctx.num_decodes
+        if n:
+            attend_decodes(ctx, STATE, layer, q[:n], out[:n])
         for s in ctx.shared["torch attention"]:
             own = slice(s.start, s.start + s.queries)
+            # Also of whole prompts what later steps will read, rounded alike: results do not
+            # depend on the chunk size.
             if s.queries == s.context:
-                cached = fresh[own]
+                cached = stored[own]
             elif s.slots is None:
-                cached = ctx.pool.unpack(STATE, flat[s.first_slot : s.first_slot + s.context])
+                cached = flat[s.first_slot : s.first_slot + s.context]
             else:
-                cached = ctx.pool.unpack(STATE, flat.index_select(0, s.slots))
-            key, value = cached.transpose(0, 1).chunk(2)  # [K, S, D]
+                cached = flat.index_select(0, s.slots)
+            key, value = ctx.pool.unpack(STATE, cached).transpose(0, 1).chunk(2)  # [K, S, D]
             o = F.scaled_dot_product_attention(
                 q[own].transpose(0, 1).unsqueeze(0),
                 key.unsqueeze(0),

@@ -3,9 +3,13 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
+from kllm.attention import torch_decode
 from kllm.attention.context import ForwardContext
+from kllm.attention.torch_decode import MOST_PADDING, group_requests
 from kllm.attention.torch_ref import TorchAttention
 from kllm.cache.pool import KVPool
 from kllm.cache.spec import CacheSpec, PagedState
@@ -13,7 +17,7 @@ from kllm.core import Plan
 from kllm.quant.entry import EntryFormat
 from tests.tolerances import TOLERANCE
 
-PAGE, KV_HEADS, HEADS, DIM = 4, 2, 6, 16
+PAGE, PAGES, KV_HEADS, HEADS, DIM = 4, 120, 2, 6, 16
 CPU = torch.device("cpu")
 
 
@@ -22,7 +26,7 @@ def make_pool(kv_dtype: str, dtype: torch.dtype) -> KVPool:
     state = PagedState(name="kv", layers=(0,), entry=entry, heads=2 * KV_HEADS)
     return KVPool(
         CacheSpec(paged=(state,)),
-        num_pages=40,
+        num_pages=PAGES,
         page_size=PAGE,
         max_batch=4,
         kv_dtype=kv_dtype,
@@ -64,22 +68,67 @@ def written_out(q: Tensor, k: Tensor, v: Tensor, start: int) -> Tensor:
 CASES = {
     "whole prompts": ([0, 0], [5, 9], [[3, 4], [9, 8, 7]]),
     "decodes on neighbour and scattered pages": ([6, 9], [1, 1], [[11, 12], [30, 2, 17]]),
+    "a decode alone on neighbour pages": ([6], [1], [[11, 12]]),
     "chunks after a cached prefix": ([4, 7], [3, 6], [[20, 21], [5, 25, 1, 39]]),
     "decode, chunk and prompt": ([10, 3, 0], [1, 2, 7], [[0, 1, 2], [35, 6], [14, 13]]),
     "one token of an empty cache": ([0], [1], [[8]]),
 }
-
-
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(
+DTYPES = pytest.mark.parametrize(
     ("kv_dtype", "dtype"),
     [("float32", torch.float32), ("bfloat16", torch.bfloat16), ("fp8", torch.float32)],
     ids=["float32", "bfloat16", "fp8"],
 )
+
+
+@pytest.mark.parametrize("case", CASES)
+@DTYPES
 def test_attention_matches_the_formula(case: str, kv_dtype: str, dtype: torch.dtype) -> None:
-    starts, queries, tables = CASES[case]
+    check(*CASES[case], kv_dtype, dtype)
+
+
+@st.composite
+def mixed_steps(draw: st.DrawFn) -> tuple[list[int], list[int], list[list[int]]]:
+    """Decodes of any context lengths, then chunks, on pages in order or scattered."""
+    decodes = draw(st.lists(st.integers(0, 59), min_size=1, max_size=6))
+    chunks = draw(st.lists(st.tuples(st.integers(0, 20), st.integers(2, 20)), max_size=2))
+    starts = decodes + [start for start, _ in chunks]
+    queries = [1] * len(decodes) + [length for _, length in chunks]
+    scatter = draw(st.none() | st.integers(0, 1 << 16))
+    order = (
+        np.arange(PAGES) if scatter is None else np.random.default_rng(scatter).permutation(PAGES)
+    )
+    counts = [-(-(s + n) // PAGE) for s, n in zip(starts, queries, strict=True)]
+    cuts = np.cumsum(counts)
+    return starts, queries, [part.tolist() for part in np.split(order, cuts)[:-1]]
+
+
+@DTYPES
+@given(step=mixed_steps(), gathered=st.sampled_from([1, 1 << 12, 1 << 14, 8 << 20]))
+@settings(max_examples=40, deadline=None)
+def test_requests_of_any_lengths_attend_together(
+    step: tuple[list[int], list[int], list[list[int]]],
+    gathered: int,
+    kv_dtype: str,
+    dtype: torch.dtype,
+) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch_decode, "GATHERED_BYTES", gathered)
+        check(*step, kv_dtype, dtype)
+
+
+def check(
+    starts: list[int],
+    queries: list[int],
+    tables: list[list[int]],
+    kv_dtype: str,
+    dtype: torch.dtype,
+) -> None:
+    """Run a step after its requests' prefixes, and compare; other requests' pages are NaN."""
     generator = torch.Generator().manual_seed(0)
     pool, backend = make_pool(kv_dtype, dtype), TorchAttention()
+    pages = pool.pages("kv", 0)
+    foreign = np.setdiff1d(np.arange(PAGES), np.concatenate(tables))
+    pages[foreign] = 0x7F if kv_dtype == "fp8" else torch.nan
     keys, values = (
         [
             torch.randn(s + n, KV_HEADS, DIM, generator=generator).to(dtype)
@@ -113,3 +162,18 @@ def test_attention_matches_the_formula(case: str, kv_dtype: str, dtype: torch.dt
 
 def as_stored(pool: KVPool, values: Tensor) -> Tensor:
     return pool.unpack("kv", pool.pack("kv", values))
+
+
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=40), st.integers(0, 500))
+def test_a_group_is_alike_and_bounded(pages: list[int], most: int) -> None:
+    groups = group_requests(np.array(pages), most)
+    assert sorted(request for group in groups for request in group) == list(range(len(pages)))
+    for group in groups:
+        assert group == sorted(group)
+        lengths = [pages[request] for request in group]
+        assert max(lengths) <= MOST_PADDING * min(lengths)
+        assert len(group) == 1 or len(group) * max(lengths) <= most
+
+
+def test_requests_of_one_length_are_one_group() -> None:
+    assert group_requests(np.full(5, 7), 35) == [[0, 1, 2, 3, 4]]
