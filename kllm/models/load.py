@@ -22,7 +22,7 @@ from kllm.models.base import (
     Groups,
     default_device_and_dtype,
 )
-from kllm.models.devices import choose_device, choose_dtype, free_bytes
+from kllm.models.devices import choose_device, choose_dtype, fit_threads, free_bytes
 from kllm.models.gguf import GGUFFile, packaged_smollm2
 from kllm.models.random import fill_random
 from kllm.models.shape import collect_weights
@@ -156,6 +156,8 @@ def load_model(
     else:
         source = open_weights(resolved.weights)
         fill(model, family.manifest(config), source, groups)
+    if device.type == "cpu":  # packing needs to know them
+        fit_threads(sum(p.numel() * p.element_size() for p in model.parameters()))
     model.freeze()
     return model.eval()
 

@@ -107,13 +107,18 @@ def test_features_that_ranks_cannot_share_equally_are_refused() -> None:
 
 
 @pytest.mark.parametrize("mkl", [False, True])
-@pytest.mark.parametrize("rows", [1, 3, 4])
-def test_few_rows_by_a_packed_weight_are_those_of_many(
-    rows: int, mkl: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("shape", [(1024, 512), (48, 24), (1, 7)])
+def test_products_with_a_packed_weight_are_those_with_the_weight(
+    shape: tuple[int, int], mkl: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Large enough to be kept in both layouts where MKL is there."""
-    monkeypatch.setattr(packed_linear, "has_mkl", lambda: mkl)
-    x, weight = randn(rows, 512, seed=0), randn(1024, 512, seed=1) / 512**0.5
+    if mkl and not torch.backends.mkl.is_available():
+        pytest.skip("this torch has no MKL")
+    monkeypatch.setattr(packed_linear, "prefers_mkl", lambda: mkl)
+    weight, bias = randn(*shape, seed=1) / shape[1] ** 0.5, randn(shape[0], seed=2)
     packed = packed_linear.PackedWeight(weight)
-    close(packed.linear(x), F.linear(x, weight))
-    close(packed.linear(x[None]), F.linear(x, weight)[None])
+    for rows in ((), (0,), (1,), (3,), (64,), (100,), (2, 3)):
+        x = randn(*rows, shape[1], seed=0)
+        close(packed.linear(x), F.linear(x, weight))
+        close(packed.linear(x, bias), F.linear(x, weight, bias))
+    strided = randn(5, 2 * shape[1], seed=3)[:, : shape[1]]
+    close(packed.linear(strided), F.linear(strided, weight))
