@@ -1,6 +1,7 @@
 """Plain torch twins of the kernels: what the CPU runs, and what the tests compare with."""
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -14,7 +15,16 @@ def rmsnorm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         x: [..., D].
         weight: [D].
     """
-    return F.rms_norm(x.float(), (x.shape[-1],), weight.float(), eps).to(x.dtype)
+    # Five operations where `F.rms_norm` takes seven on a CPU, where a decode waits for each.
+    wide = x.float()
+    size = torch.linalg.vector_norm(wide, dim=-1, keepdim=True)
+    scale = torch.addcmul(_number(eps, x.device), size, size, value=1 / x.shape[-1]).rsqrt_()
+    return wide.mul(scale).mul_(weight.float()).to(x.dtype)
+
+
+@cache
+def _number(value: float, device: torch.device) -> Tensor:
+    return torch.tensor(value, dtype=torch.float32, device=device)
 
 
 def add_rmsnorm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
