@@ -11,30 +11,53 @@ import torch
 from torch import Tensor
 
 from kllm import kernels
-from kllm.attention.chunks import Chunk, chunks, prompts
-from kllm.attention.compressor import Compression, request_slots
-from kllm.attention.context import ForwardContext
+from kllm.attention.chunks import Chunk, chunks, prompts, rows_of, tokens_seen
+from kllm.attention.compressor import Compression
+from kllm.attention.context import ForwardContext, once_a_step
 from kllm.attention.gathered import gather_prompts, gathers
 from kllm.attention.indexing import (
     IndexQuery,
     best_entries,
     best_slots,
+    read_entries,
+    request_slots,
     stored_keys,
+    visible_entries,
     visible_slots,
 )
-from kllm.attention.ring import find_shards, ring_context, travelling, unpack_part
+from kllm.attention.ring import (
+    find_shards,
+    ring_context,
+    sharded_context,
+    travelling,
+    unpack_part,
+)
 from kllm.attention.ring_buffers import (
-    Tails,
-    gather_tails,
-    read_older,
+    near_rows,
+    read_near,
+    window_lists,
     window_slots,
-    write_ring,
+    write_near,
 )
 from kllm.attention.ring_selection import list_entries, select_travelling
-from kllm.attention.workspace import row_blocks
+from kllm.attention.workspace import Rows, row_blocks
 from kllm.kernels import SoftmaxState
 
 WINDOW = "window"  # the ring state of the newest keys
+KEPT_BYTES = 1 << 24  # of a list that layers share in a step; longer ones are made in each layer
+
+
+@dataclass(frozen=True, slots=True)
+class _Segment:
+    """The window of all tokens of a step's chunks."""
+
+    keys: Tensor  # [n, D]
+    lists: Tensor  # [chunks' tokens, window] int32 of them; -1: none
+    first: int  # the first of these tokens in the flat batch
+
+    def of(self, rows: slice) -> tuple[Tensor, Tensor]:
+        """Of some tokens, as a segment for `kernels.sparse_attention`."""
+        return self.keys, self.lists[rows.start - self.first : rows.stop - self.first]
 
 
 def attend(
@@ -62,54 +85,85 @@ def attend(
     Returns:
         [T, H, D].
     """
-    # What later steps will read, rounded alike: results do not depend on the chunk size.
-    kv = ctx.pool.unpack(WINDOW, ctx.pool.pack(WINDOW, kv))
-    tails = gather_tails(ctx, WINDOW, layer, kv, window - 1)
-    near = [_near(ctx, layer, chunk, kv, window, tails) for chunk in chunks(ctx)]
-    write_ring(ctx, WINDOW, layer, kv, tails)
-    if kind and ring_context(ctx):
-        out = _attend_travelling_entries(ctx, layer, q, near, sink, window, kind, index)
-    else:
-        out = torch.empty_like(q)
-        keys = iter(near)
-        gathered = _gather_entries(ctx, layer, kind, index) if kind and gathers(ctx) else None
-        for runs in prompts(ctx):
-            last, entries = runs[-1], None
-            if kind and last.end >= kind.ratio:
-                if gathered is not None and last.piece >= 0:
-                    entries = gathered[last.piece]
-                else:
-                    entries = _read_entries(ctx, layer, last, kind, index)
-            for run in runs:
-                out[run.rows] = _attend_chunk(run, q, next(keys), sink, window, entries, index)
-    if ctx.num_decodes:
-        count = slice(0, ctx.num_decodes)
-        length = ctx.pool.rings(WINDOW, layer).shape[1]
-        segments = [stored_keys(ctx.pool, WINDOW, layer, window_slots(ctx, length, window))]
-        if kind:
-            slots = visible_slots(ctx, kind.ratio)
-            if index and slots.shape[1] > index.topk:
-                slots = best_slots(ctx, layer, slots, index)
-            segments.append(stored_keys(ctx.pool, kind.state, layer, slots))
-        out[count] = kernels.sparse_attention(q[count], segments, q.shape[2] ** -0.5, sink)
-    return out
+    length = ctx.pool.rings(WINDOW, layer).shape[1]
+    near = near_rows(ctx, length, window - 1)
+    stored = read_near(ctx, near, WINDOW, layer, kv)
+    write_near(ctx, near, WINDOW, layer, stored)
+    count, out = ctx.num_decodes, Rows(len(q))
+    if count < len(q) or (kind and sharded_context(ctx)):  # all ranks exchange sharded entries
+        # What later steps will read, rounded alike: results do not depend on the chunk size.
+        keys = ctx.pool.unpack(WINDOW, stored)
+        seen = _Segment(keys, window_lists(ctx, length, window), count)
+        if kind and ring_context(ctx):
+            out.put(slice(None), _attend_travelling_entries(ctx, layer, q, seen, sink, kind, index))
+        else:
+            _attend_prompts(ctx, layer, q, seen, sink, kind, index, out)
+    if count:
+        rows = slice(0, count)
+        out.put(rows, _attend_decodes(ctx, layer, q[rows], sink, window, kind, index))
+    return out.finish()
 
 
-def _near(
-    ctx: ForwardContext, layer: int, chunk: Chunk, kv: Tensor, window: int, tails: Tails | None
+def _attend_decodes(
+    ctx: ForwardContext,
+    layer: int,
+    q: Tensor,
+    sink: Tensor,
+    window: int,
+    kind: Compression | None,
+    index: IndexQuery | None,
 ) -> Tensor:
-    """[kept + rows, D]: the older keys that a chunk's first queries see, and its own."""
-    kept = min(window - 1, chunk.start)
-    older = read_older(ctx, WINDOW, layer, chunk, chunk.start - kept, tails)
-    return torch.cat((older, kv[chunk.rows]))
+    length = ctx.pool.rings(WINDOW, layer).shape[1]
+    segments = [stored_keys(ctx.pool, WINDOW, layer, window_slots(ctx, length, window))]
+    if kind:
+        slots = visible_slots(ctx, kind.ratio)
+        if index and slots.shape[1] > index.topk:
+            slots = best_slots(ctx, layer, slots, index)
+        segments.append(stored_keys(ctx.pool, kind.state, layer, slots))
+    return kernels.sparse_attention(q, segments, q.shape[2] ** -0.5, sink)
 
 
-def _window_rows(chunk: Chunk, rows: slice, near: Tensor, window: int) -> Tensor:
-    """[rows, window] int64: which of a chunk's near keys some of its tokens see; -1: none."""
-    kept = len(near) - (chunk.end - chunk.start)
-    places = torch.arange(rows.start, rows.stop, device=near.device).unsqueeze(1)
-    back = torch.arange(window - 1, -1, -1, device=near.device)
-    return (places + kept - back).clamp_min(-1)
+def _attend_prompts(
+    ctx: ForwardContext,
+    layer: int,
+    q: Tensor,
+    near: _Segment,
+    sink: Tensor,
+    kind: Compression | None,
+    index: IndexQuery | None,
+    out: Rows,
+) -> None:
+    """Attention of the step's chunks to what lies on this rank; fills their rows of `out`."""
+    scale, width = q.shape[2] ** -0.5, near.lists.shape[1]
+    if kind is None:
+        for block in row_blocks(len(near.lists), 16 * width):
+            rows = slice(near.first + block.start, near.first + block.stop)
+            out.put(rows, kernels.sparse_attention(q[rows], [near.of(rows)], scale, sink))
+        return
+    gathered = _gather_entries(ctx, layer, kind, index) if gathers(ctx) else None
+    for runs in prompts(ctx):
+        last, own = runs[-1], rows_of(runs)
+        entries, count = None, last.end // kind.ratio
+        if count and gathered is not None and last.piece >= 0:
+            entries = gathered[last.piece]
+        elif count:
+            entries = _read_entries(ctx, layer, last, kind, index)
+        for block in row_blocks(own.stop - own.start, 16 * (count + width)):
+            rows = slice(own.start + block.start, own.start + block.stop)
+            segments = [near.of(rows)]
+            if entries and tokens_seen(runs, rows.stop - 1) >= kind.ratio:
+                segments.append(entries.seen(ctx, runs, rows, index))
+            out.put(rows, kernels.sparse_attention(q[rows], segments, scale, sink))
+
+
+def _list_visible(ctx: ForwardContext, ratio: int, first: int, stop: int, count: int) -> Tensor:
+    """[stop - first, count] int32: the entries that tokens of one prompt see; -1: not visible."""
+    visible = visible_entries(ctx, ratio, first, stop).unsqueeze(1)
+    every = torch.arange(count, dtype=torch.int32, device=visible.device)
+    return every.masked_fill(every >= visible, -1)
+
+
+_list_once = once_a_step(_list_visible)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,16 +174,20 @@ class _Entries:
     values: Tensor  # [n, D]
     keys: Tensor | None  # [n, index dim]; None: nothing is selected
 
-    def seen(self, chunk: Chunk, rows: slice, index: IndexQuery | None) -> tuple[Tensor, Tensor]:
-        """What some tokens of a chunk attend to, as a segment for `kernels.sparse_attention`."""
-        device, count = self.values.device, chunk.end // self.ratio
-        places = torch.arange(rows.start, rows.stop, device=device, dtype=torch.int32)
-        visible = (places + (chunk.start + 1)) // self.ratio
+    def seen(
+        self, ctx: ForwardContext, runs: list[Chunk], rows: slice, index: IndexQuery | None
+    ) -> tuple[Tensor, Tensor]:
+        """What some tokens of the request attend to: a segment for `kernels.sparse_attention`.
+
+        Where that is all they see, layers share the list if it has at most `KEPT_BYTES`.
+        """
+        count = tokens_seen(runs, rows.stop - 1) // self.ratio
         if index and self.keys is not None and count > index.topk:
-            own = slice(chunk.rows.start + rows.start, chunk.rows.start + rows.stop)
-            return self.values, best_entries(index, own, self.keys[:count], visible)
-        every = torch.arange(count, device=device)
-        return self.values, torch.where(every < visible.unsqueeze(1), every, -1)
+            visible = visible_entries(ctx, self.ratio, rows.start, rows.stop)
+            return self.values, best_entries(index, rows, self.keys[:count], visible)
+        kept = 4 * count * (rows.stop - rows.start) <= KEPT_BYTES
+        find = _list_once if kept else _list_visible
+        return self.values, find(ctx, self.ratio, rows.start, rows.stop, count)
 
 
 def _read_entries(
@@ -141,11 +199,11 @@ def _read_entries(
 ) -> _Entries:
     """The entries that the last chunk of a request sees; this rank has all of them."""
     count = last.end // kind.ratio
-    slots = request_slots(ctx, last.request, 0, count, kind.ratio)
+    slots = request_slots(ctx, last.request, count, kind.ratio)
     keys = None
     if index and count > index.topk:
-        keys = ctx.pool.read(index.state, layer, slots).squeeze(1)
-    return _Entries(kind.ratio, ctx.pool.read(kind.state, layer, slots).squeeze(1), keys)
+        keys = read_entries(ctx.pool, index.state, layer, slots)
+    return _Entries(kind.ratio, read_entries(ctx.pool, kind.state, layer, slots), keys)
 
 
 def _gather_entries(
@@ -162,34 +220,12 @@ def _gather_entries(
     ]
 
 
-def _attend_chunk(
-    chunk: Chunk,
-    q: Tensor,
-    near: Tensor,
-    sink: Tensor,
-    window: int,
-    entries: _Entries | None,
-    index: IndexQuery | None,
-) -> Tensor:
-    """Attention of one chunk, in blocks of queries: [rows of the chunk, H, D]."""
-    out = torch.empty_like(q[chunk.rows])
-    count = chunk.end // entries.ratio if entries else 0
-    for rows in row_blocks(len(out), 16 * (count + window)):
-        segments = [(near, _window_rows(chunk, rows, near, window))]
-        if entries and count:
-            segments.append(entries.seen(chunk, rows, index))
-        queries = q[chunk.rows][rows]
-        out[rows] = kernels.sparse_attention(queries, segments, q.shape[2] ** -0.5, sink)
-    return out
-
-
 def _attend_travelling_entries(
     ctx: ForwardContext,
     layer: int,
     q: Tensor,
-    near: list[Tensor],
+    near: _Segment,
     sink: Tensor,
-    window: int,
     kind: Compression,
     index: IndexQuery | None,
 ) -> Tensor:
@@ -200,9 +236,9 @@ def _attend_travelling_entries(
     """
     scale = q.shape[2] ** -0.5
     state = SoftmaxState.empty(len(q), q.shape[1], q.shape[2], q.device)
-    for chunk, keys in zip(chunks(ctx), near, strict=True):
-        idx = _window_rows(chunk, slice(0, chunk.end - chunk.start), keys, window)
-        kernels.sparse_block_attention(state.rows(chunk.rows), q[chunk.rows], keys, idx, scale)
+    if chunks(ctx):
+        some = slice(near.first, len(q))
+        kernels.sparse_block_attention(state.rows(some), q[some], *near.of(some), scale)
     shards = find_shards(ctx, kind.ratio)
     if len(shards.slots):  # some rank has an entry; the same on all ranks
         chosen: list[Tensor | None] = [None] * len(shards.pieces)

@@ -10,18 +10,13 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kllm import kernels
 from kllm.attention.chunks import Chunk, chunks
-from kllm.attention.context import ForwardContext, once_a_step
-from kllm.attention.ring_buffers import (
-    Tails,
-    gather_tails,
-    read_older,
-    window_slots,
-    write_ring,
-)
+from kllm.attention.context import ForwardContext, all_to_device, once_a_step
+from kllm.attention.ring_buffers import near_rows, read_near, window_slots, write_near
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +39,6 @@ class FinishedGroups:
     """The groups of one ratio that end in this step: G of decodes, then of chunks."""
 
     decodes: Tensor | slice  # which decodes
-    spans: tuple[tuple[Chunk, int, int], ...]  # chunk, first group, one past the last
     slots: Tensor  # [G] int64 entry slots
     positions: Tensor  # [G] int64, first token of each group
 
@@ -57,38 +51,43 @@ def finished_groups(ctx: ForwardContext, ratio: int) -> FinishedGroups:
     synchronisation. Its entry is written where the unfinished group's will be, invisible until
     the last token overwrites it.
     """
-    device = ctx.positions.device
-    positions = ctx.positions[: ctx.num_decodes]
+    device, count = ctx.positions.device, ctx.num_decodes
     decodes: Tensor | slice = slice(None)
-    if device.type == "cpu":
-        decodes = ((positions + 1) % ratio == 0).nonzero().squeeze(1)
-    slots = [ctx.entry_slots(ratio)[: ctx.num_decodes][decodes]]
-    starts = [positions[decodes] // ratio * ratio]
-    spans = []
-    for chunk in chunks(ctx):
-        first, last = chunk.start // ratio, chunk.end // ratio
-        if first < last:
-            spans.append((chunk, first, last))
-            place = _place(ctx, chunk, first * ratio) // ratio
-            slots.append(request_slots(ctx, chunk.request, place, place + last - first, ratio))
-            starts.append(torch.arange(first, last, device=device) * ratio)
-    return FinishedGroups(decodes, tuple(spans), torch.cat(slots), torch.cat(starts))
+    slots, starts = [], []
+    if count:
+        positions = ctx.positions[:count]
+        if device.type == "cpu":
+            decodes = ((positions + 1) % ratio == 0).nonzero().squeeze(1)
+        slots.append(ctx.entry_slots(ratio)[:count][decodes])
+        starts.append(positions[decodes] // ratio * ratio)
+    if found := _ending(ctx, ratio):
+        tokens = [np.arange(first, last) * ratio for _, first, last in found]
+        places = [_places(ctx, run[0], own) for run, own in zip(found, tokens, strict=True)]
+        requests = np.repeat([run.request for run, *_ in found], list(map(len, tokens)))
+        arrays = np.concatenate(tokens), np.concatenate(places) // ratio, requests.astype(np.int64)
+        start, place, request = all_to_device(arrays, device)
+        per_page = ctx.pool.page_size // ratio
+        pages = ctx.block_tables[request, place // per_page].long()
+        slots.append(pages * per_page + place % per_page)
+        starts.append(start)
+    if not slots:
+        none = torch.empty(0, dtype=torch.int64, device=device)
+        return FinishedGroups(decodes, none, none)
+    return FinishedGroups(decodes, torch.cat(slots), torch.cat(starts))
 
 
-def _place(ctx: ForwardContext, chunk: Chunk, position: int) -> int:
-    """Where this rank keeps a position of a chunk in the request's pages."""
+def _ending(ctx: ForwardContext, ratio: int) -> list[tuple[Chunk, int, int]]:
+    """Chunks that end groups of `ratio`: chunk, first group, one past the last."""
+    spans = [(chunk, chunk.start // ratio, chunk.end // ratio) for chunk in chunks(ctx)]
+    return [span for span in spans if span[1] < span[2]]
+
+
+def _places(ctx: ForwardContext, chunk: Chunk, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Where this rank keeps tokens of a chunk in the request's pages."""
     if ctx.sequence is None:
-        return position
+        return tokens
     step = ctx.sequence.step
-    return int(step.places(step.pieces[chunk.piece], np.array([position]))[0])
-
-
-def request_slots(ctx: ForwardContext, request: int, first: int, last: int, ratio: int) -> Tensor:
-    """[last - first] int64: slots of one request's entries of `ratio`, by place in its pages."""
-    per_page = ctx.pool.page_size // ratio
-    entries = torch.arange(first, last, device=ctx.positions.device)
-    pages = ctx.block_tables[request, entries // per_page].long()
-    return pages * per_page + entries % per_page
+    return step.places(step.pieces[chunk.piece], tokens)
 
 
 def pool_step(ctx: ForwardContext, layer: int, kind: Compression, rows: Tensor) -> Tensor:
@@ -101,12 +100,18 @@ def pool_step(ctx: ForwardContext, layer: int, kind: Compression, rows: Tensor) 
     Returns:
         [G, D] float32, one row for each of `finished_groups`.
     """
-    groups = finished_groups(ctx, kind.ratio)
-    # Chunks first: they need ring rows that their own newest rows are about to replace.
-    tails = gather_tails(ctx, kind.tail, layer, rows, kind.overlap * kind.ratio)
-    parts = [_pool_chunk(ctx, layer, kind, rows, tails, *span) for span in groups.spans]
-    write_ring(ctx, kind.tail, layer, rows, tails)
-    return torch.cat([_pool_decodes(ctx, layer, kind, groups.decodes), *parts])
+    length = ctx.pool.rings(kind.tail, layer).shape[1]
+    near = near_rows(ctx, length, kind.overlap * kind.ratio, kind.ratio)
+    seen = read_near(ctx, near, kind.tail, layer, rows)
+    write_near(ctx, near, kind.tail, layer, seen)
+    parts = []
+    if ctx.num_decodes:
+        parts.append(_pool_decodes(ctx, layer, kind, finished_groups(ctx, kind.ratio).decodes))
+    if _ending(ctx, kind.ratio):
+        parts.append(_pool_chunks(group_lists(ctx, length, kind.ratio, kind.overlap), seen))
+    if not parts:
+        return rows.new_empty(0, rows.shape[1] // (2 * (1 + kind.overlap)))
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _pool_decodes(
@@ -122,28 +127,49 @@ def _pool_decodes(
     return kernels.pool_rows(values, gates)
 
 
-def _pool_chunk(
-    ctx: ForwardContext,
-    layer: int,
-    kind: Compression,
-    rows: Tensor,
-    tails: Tails | None,
-    chunk: Chunk,
-    first: int,
-    last: int,
-) -> Tensor:
-    ratio = kind.ratio
-    begin = max(first - kind.overlap, 0) * ratio  # the oldest token needed
-    span = rows[chunk.rows][max(begin - chunk.start, 0) : last * ratio - chunk.start]
-    if begin < chunk.start:
-        older = read_older(ctx, kind.tail, layer, chunk, begin, tails)
-        span = torch.cat((older, span))
-    values, gates = span.view(-1, ratio, span.shape[1]).chunk(2, dim=2)
-    if kind.overlap:
-        if first == 0:  # nothing comes before the first group
-            values = torch.cat((torch.zeros_like(values[:1]), values))
-            gates = torch.cat((torch.full_like(gates[:1], float("-inf")), gates))
-        values, gates = _join(values[:-1], values[1:]), _join(gates[:-1], gates[1:])
+@dataclass(frozen=True, slots=True)
+class GroupLists:
+    """What the groups that a step's chunks end are made of: G of C * ratio rows each."""
+
+    parts: int  # 2 C, of which a row of values and gates consists: [D] each
+    rows: Tensor  # [2 * G * C * ratio] int64, near row * 2 C + part: values, then gates
+    shape: tuple[int, int, int]  # (2, G, C * ratio)
+    absent: Tensor | None  # [G, C * ratio, 1] bool rows before the first token; None: none
+
+
+@once_a_step
+def group_lists(ctx: ForwardContext, length: int, ratio: int, overlap: bool) -> GroupLists:
+    """The rows of all groups that chunks end, read with one gather.
+
+    Kept for the step: 16 C bytes a token of the chunks.
+
+    Args:
+        length: rows a ring of the state.
+    """
+    near = near_rows(ctx, length, overlap * ratio, ratio)
+    lists, absent, channels = [], [], 1 + overlap
+    for chunk, begin, places in zip(chunks(ctx), near.begins, near.places, strict=True):
+        first, last = chunk.start // ratio, chunk.end // ratio
+        tokens = np.arange((first - overlap) * ratio, last * ratio).reshape(-1, ratio)
+        if first < last:
+            at = places[np.maximum(tokens - begin, 0)]  # what is absent may be any row
+            lists.append(np.hstack([at[c : c + last - first] for c in range(channels)]))
+            early = tokens < 0
+            absent.append(np.hstack([early[c : c + last - first] for c in range(channels)]))
+    rows, hidden = np.concatenate(lists), np.concatenate(absent)  # [G, C ratio]
+    part = np.repeat(np.arange(channels), ratio)
+    rows = rows * 2 * channels + part + channels * np.arange(2).reshape(2, 1, 1)
+    there, unseen = all_to_device([rows.reshape(-1), hidden], ctx.positions.device)
+    return GroupLists(
+        2 * channels, there, rows.shape, unseen.unsqueeze(2) if hidden.any() else None
+    )
+
+
+def _pool_chunks(lists: GroupLists, seen: Tensor) -> Tensor:
+    parts = seen.view(len(seen) * lists.parts, -1).index_select(0, lists.rows)
+    values, gates = parts.view(*lists.shape, -1)
+    if lists.absent is not None:
+        gates.masked_fill_(lists.absent, float("-inf"))
     return kernels.pool_rows(values, gates)
 
 

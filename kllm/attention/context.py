@@ -1,6 +1,6 @@
 """What a step's layers know of the batch: the plan as tensors on the model's device."""
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -17,6 +17,7 @@ from kllm.parallel.sequence import SequenceStep
 
 Asked = ParamSpec("Asked")
 Found = TypeVar("Found")
+ALIGNMENT = 16  # bytes; kernels read tensors that begin there in wider words
 
 
 def once_a_step(
@@ -41,9 +42,27 @@ def once_a_step(
 def to_device(array: NDArray[Any], device: torch.device) -> Tensor:
     """The array as a tensor; to a GPU it is copied without waiting for the device."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
-    if device.type == "cpu":
-        return tensor
-    return tensor.pin_memory().to(device, non_blocking=True)
+    pinned = tensor.pin_memory() if device.type == "cuda" else tensor
+    return pinned.to(device, non_blocking=True)
+
+
+def all_to_device(arrays: Sequence[NDArray[Any]], device: torch.device) -> list[Tensor]:
+    """The same for several arrays, in one copy: small ones cost their calls, not their bytes.
+
+    The tensors are parts of one allocation, which lives as long as any of them.
+    """
+    spans, size = [], 0
+    for array in arrays:
+        spans.append(slice(size, size + array.nbytes))
+        size += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+    host = torch.empty(size, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for array, span in zip(arrays, spans, strict=True):
+        host.numpy()[span] = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
+    there = host.to(device, non_blocking=True)
+    return [
+        there[span].view(torch.from_numpy(np.empty(0, array.dtype)).dtype).view(array.shape)
+        for array, span in zip(arrays, spans, strict=True)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +114,7 @@ class ForwardContext:
         peer_tokens: tuple[int, ...] = (),
         decode_only: bool = False,
     ) -> "ForwardContext":
-        """The plan's arrays as tensors; on a GPU the copies are asynchronous.
+        """The plan's arrays as tensors; on a GPU the copy is asynchronous.
 
         Args:
             places: [T] where tokens lie in their request's pages; None: at their positions.
@@ -104,33 +123,40 @@ class ForwardContext:
             decode_only: no rank of any group runs a prompt in this step.
         """
 
-        def put(array: NDArray[Any]) -> Tensor:
-            return to_device(array, device)
-
         batch = len(plan.query_lens)
         cu_seqlens = np.zeros(batch + 1, np.int32)
         np.cumsum(plan.query_lens, out=cu_seqlens[1:])
-        request_index = np.repeat(np.arange(batch, dtype=np.int64), plan.query_lens)
-        positions = put(plan.positions)
+        arrays: dict[str, NDArray[Any]] = {
+            "token_ids": plan.token_ids,
+            "positions": plan.positions,
+            "request_index": np.repeat(np.arange(batch, dtype=np.int64), plan.query_lens),
+            "cu_seqlens": cu_seqlens,
+            "context_lens": plan.context_lens,
+            "block_tables": plan.block_tables,
+            "rows": plan.rows.astype(np.int64),
+        }
+        if places is not None:
+            arrays["places"] = places
+        if sequence is not None:
+            arrays["piece rows"] = sequence[1].rows.astype(np.int64)
+            arrays["piece tables"] = sequence[1].block_tables
+        put = dict(zip(arrays, all_to_device(list(arrays.values()), device), strict=True))
         shared = None
         if sequence is not None and sequence[1].pieces:
-            comm, step = sequence
-            shared = SequenceContext(
-                comm, step, put(step.rows.astype(np.int64)), put(step.block_tables)
-            )
+            shared = SequenceContext(*sequence, put["piece rows"], put["piece tables"])
         return cls(
             pool=pool,
             num_decodes=plan.num_decodes,
             query_lens_host=plan.query_lens,
             context_lens_host=plan.context_lens,
-            token_ids=put(plan.token_ids),
-            positions=positions,
-            request_index=put(request_index),
-            cu_seqlens=put(cu_seqlens),
-            context_lens=put(plan.context_lens),
-            block_tables=put(plan.block_tables),
-            rows=put(plan.rows.astype(np.int64)),
-            places=positions if places is None else put(places),
+            token_ids=put["token_ids"],
+            positions=put["positions"],
+            request_index=put["request_index"],
+            cu_seqlens=put["cu_seqlens"],
+            context_lens=put["context_lens"],
+            block_tables=put["block_tables"],
+            rows=put["rows"],
+            places=put["positions" if places is None else "places"],
             sequence=shared,
             peer_tokens=peer_tokens,
             decode_only=decode_only,

@@ -7,7 +7,6 @@ and every layer gathers the entries of the whole prompt, cached ones too, for as
 them.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,8 +15,6 @@ from torch import Tensor
 
 from kllm.attention.context import ForwardContext, once_a_step, to_device
 from kllm.attention.ring import find_shards, unpack_part
-from kllm.cache.shards import entry_places, entry_ranks
-from kllm.parallel.stripes import Stripes
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,25 +98,30 @@ def gather_prompts(ctx: ForwardContext, name: str, layer: int, ratio: int = 1) -
     received = own.new_empty(comm.size * len(own), *own.shape[1:])
     if len(own):  # else no rank has an entry yet
         comm.all_gather(received, own).wait()
-    orders = _orders(ctx, ratio, len(own), received.device)
-    return [unpack_part(ctx.pool, name, received[order]) for order in orders]
+    order = _order(ctx, ratio, len(own), received.device)
+    entries = unpack_part(ctx.pool, name, received.index_select(0, order))
+    return list(torch.split(entries, [piece.end // ratio for piece in shards.pieces]))
 
 
 @once_a_step
-def _orders(ctx: ForwardContext, ratio: int, block: int, device: torch.device) -> list[Tensor]:
-    """Of each piece: see `_order`."""
+def _order(ctx: ForwardContext, ratio: int, block: int, device: torch.device) -> Tensor:
+    """[N] int64: where all pieces' entries stand among the ranks' blocks of `block` each.
+
+    Kept for the step: 8 bytes an entry, once for all layers.
+    """
     shards = find_shards(ctx, ratio)
-    return [
-        _order(shards.entries, piece.parts, piece.end // ratio, block, device)
-        for piece in shards.pieces
-    ]
-
-
-def _order(
-    stripes: Stripes, parts: Sequence[slice], count: int, block: int, device: torch.device
-) -> Tensor:
-    """[count] int64: where a request's entries stand among the ranks' blocks of `block` each."""
-    ids = torch.arange(count, device=device)
-    ranks = entry_ranks(stripes, ids)
-    starts = np.array([rank * block + part.start for rank, part in enumerate(parts)])
-    return to_device(starts, device)[ranks] + entry_places(stripes, ids)
+    stripes, starts = shards.entries, []
+    for piece in shards.pieces:
+        first = np.arange(0, piece.end // ratio, stripes.tokens)  # of each stripe
+        ranks = stripes.rank_of(first)
+        parts = np.array([rank * block + part.start for rank, part in enumerate(piece.parts)])
+        starts.append(parts[ranks] + stripes.local(first))
+    # A stripe is in one piece wherever it is.
+    within = torch.arange(stripes.tokens, device=device)
+    places = to_device(np.concatenate(starts), device).unsqueeze(1) + within
+    counts, filled = [piece.end // ratio for piece in shards.pieces], 0
+    found = []
+    for count, own in zip(counts, starts, strict=True):
+        found.append(places[filled : filled + len(own)].flatten()[:count])
+        filled += len(own)
+    return torch.cat(found)

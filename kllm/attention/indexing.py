@@ -13,6 +13,7 @@ from kllm import kernels
 from kllm.attention.context import ForwardContext, once_a_step
 from kllm.attention.workspace import row_blocks
 from kllm.cache.pool import KVPool
+from kllm.cache.shards import page_slots
 
 SCORE_BYTES = 8  # a score, and what choosing among the scores takes beside it
 
@@ -38,6 +39,31 @@ def stored_keys(pool: KVPool, name: str, layer: int, slots: Tensor) -> tuple[Ten
     rows = pool.read(name, layer, slots.clamp_min(0)).flatten(0, -2)  # [T n, D]
     idx = torch.arange(slots.numel(), device=slots.device).view_as(slots)
     return rows, idx.masked_fill(slots < 0, -1)
+
+
+def read_entries(pool: KVPool, name: str, layer: int, slots: Tensor) -> Tensor:
+    """[n, D]: single-head entries of a paged state in the compute dtype, by slots [n] int64."""
+    return pool.unpack(name, pool.pages(name, layer).flatten(0, -2).index_select(0, slots))
+
+
+@once_a_step
+def request_slots(ctx: ForwardContext, request: int, count: int, ratio: int) -> Tensor:
+    """[count] int64: slots of one request's first entries of `ratio`, by place in its pages.
+
+    Kept for the step: 8 bytes an entry, once for all layers.
+    """
+    places = torch.arange(count, device=ctx.positions.device)
+    return page_slots(ctx.block_tables[request], places, ctx.pool.page_size // ratio)
+
+
+@once_a_step
+def visible_entries(ctx: ForwardContext, ratio: int, first: int, stop: int) -> Tensor:
+    """[stop - first] int32: how many entries of its request each of these tokens sees.
+
+    A tensor of its own: Triton compiles a kernel anew where a slice is aligned otherwise.
+    """
+    tokens = ctx.positions[first:stop] + 1
+    return (tokens // ratio if ratio > 1 else tokens).int()
 
 
 @once_a_step
@@ -74,4 +100,4 @@ def best_entries(index: IndexQuery, rows: slice, keys: Tensor, visible: Tensor) 
     """
     scores = kernels.index_scores(index.q[rows], index.weights[rows], keys, None, visible)
     best = kernels.top_entries(scores, index.topk)[1].int()
-    return torch.where(best < visible.unsqueeze(1), best, -1)
+    return best.masked_fill_(best >= visible.unsqueeze(1), -1)

@@ -13,15 +13,14 @@ reading is the ring's. Where a link gathers all entries in less time than that t
 """
 
 from dataclasses import dataclass
-from itertools import islice
 
-import torch
 from torch import Tensor
 
 from kllm.attention.context import ForwardContext
 from kllm.attention.latent import LatentHeads, LatentSoftmax, expanding_pays
 from kllm.attention.ring import ShardedPiece, Shards, find_shards, travelling, unpack_part
 from kllm.attention.ring_selection import ListedEntries, list_entries
+from kllm.attention.workspace import Rows
 
 LISTED = "listed selection"  # in a step's shared values
 
@@ -52,7 +51,7 @@ def attend_travelling_latents(
     q: Tensor,
     heads: LatentHeads,
     chosen: tuple[Tensor | None, ...],
-    out: Tensor,
+    out: Rows,
 ) -> None:
     """Attention of the step's prompts while latents travel; fills their rows of `out`.
 
@@ -61,7 +60,7 @@ def attend_travelling_latents(
     Args:
         name: the paged state of the latents.
         q: [T, H, N + rope].
-        chosen: of each chunk [rows, topk] entries, -1: none; None: it attends to all it sees.
+        chosen: of each of the step's prompts, as in `mla.Selection`.
         out: [T, H, V].
     """
     shards = find_shards(ctx, 1)
@@ -79,7 +78,7 @@ def attend_travelling_latents(
             if len(part):
                 job.add(source, unpack_part(ctx.pool, name, part).squeeze(1))
     for job in jobs:
-        out[job.piece.rows] = job.softmax.finish()
+        out.put(job.piece.rows, job.softmax.finish())
 
 
 def _list_pieces(
@@ -91,11 +90,9 @@ def _list_pieces(
     """
     known = ctx.shared.get(LISTED)
     if known is None or known[0] is not chosen:
-        found: list[ListedEntries | None] = []
-        ids = iter(chosen)
-        for piece in shards.pieces:
-            some = [own for own in islice(ids, len(piece.runs)) if own is not None]
-            found.append(list_entries(ctx, shards, torch.cat(some)) if some else None)
+        ids = iter(chosen)  # of pieces that this rank has tokens of
+        own = [next(ids) if piece.runs else None for piece in shards.pieces]
+        found = [None if some is None else list_entries(ctx, shards, some) for some in own]
         known = ctx.shared[LISTED] = (chosen, found)
     result: list[ListedEntries | None] = known[1]
     return result

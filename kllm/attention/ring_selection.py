@@ -4,9 +4,9 @@ Shared by DeepSeek-V4's CSA and by DSA. The selection is that of one rank which 
 of two entries with the same score the lower one goes first, whichever came first.
 
 What a row pays beside one rank that scores all entries at once, in bytes for each block and
-selected entry: 12 for the score and the index that the choice writes, 28 for moving both to where
-they are kept (read 4 + 8 + 4, written 4 + 4, and the entry's number, 4, read in between), and
-about 24, six passes over the scores, for choosing among those of `KEPT_BLOCKS` blocks. Together
+selected entry: 12 for the score and the index that the choice writes, 16 for turning the index into
+the entry's number (read 8 + 4, written 4), 16 for laying blocks side by side, and about 24, six
+passes over the scores, for choosing among those of `KEPT_BLOCKS` blocks. Together about
 `overlap.PICK_BYTES`. Nothing here waits for the device.
 """
 
@@ -16,12 +16,13 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional as F
 
 from kllm import kernels
-from kllm.attention.context import ForwardContext, once_a_step, to_device
+from kllm.attention.context import ForwardContext, all_to_device, once_a_step
 from kllm.attention.indexing import SCORE_BYTES, IndexQuery
 from kllm.attention.ring import ShardedPiece, Shards, find_shards, travelling, unpack_part
-from kllm.attention.workspace import row_blocks
+from kllm.attention.workspace import Rows, row_blocks
 from kllm.cache.shards import entry_places, entry_ranks
 
 KEPT_BLOCKS = 8  # the best entries of so many blocks are kept before the best of them are chosen
@@ -32,48 +33,41 @@ class _Best:
 
     Args:
         topk: entries that a query selects.
-        blocks: that will come.
     """
 
-    def __init__(self, queries: int, topk: int, blocks: int, device: torch.device) -> None:
-        self.topk, self.filled = topk, 0
-        shape = (queries, min(KEPT_BLOCKS, blocks) * topk)
-        self.scores = torch.empty(shape, dtype=torch.float32, device=device)  # -inf: not seen
-        self.ids = torch.empty(shape, dtype=torch.int32, device=device)  # entries of the request
+    def __init__(self, topk: int) -> None:
+        self.topk = topk
+        self._scores: list[Tensor] = []  # [queries, s] float32 of each block; -inf: not seen
+        self._ids: list[Tensor] = []  # [queries, s] int32 entries of the request
 
-    def columns(self, count: int) -> slice:
-        """Room for the best `count` entries of one more block."""
-        if self.filled + count > self.scores.shape[1]:
-            self.merge()
-        first, self.filled = self.filled, self.filled + count
-        return slice(first, self.filled)
+    def add(self, scores: Tensor, ids: Tensor) -> None:
+        """Take in the best of one more block."""
+        if len(self._scores) == KEPT_BLOCKS:
+            scores_so_far, ids_so_far = self._merge()
+            self._scores, self._ids = [scores_so_far], [ids_so_far]
+        self._scores.append(scores)
+        self._ids.append(ids)
 
-    def put(self, rows: slice, columns: slice, scores: Tensor, ids: Tensor) -> None:
-        """Keep the best of some queries' scores [rows, s] of the entries `ids` [s], in order."""
-        best, which = kernels.top_entries(scores, columns.stop - columns.start)
-        found = slice(columns.start, columns.start + best.shape[1])
-        self.scores[rows, found] = best
-        self.ids[rows, found] = ids[which]
-        self.scores[rows, found.stop : columns.stop] = float("-inf")
-
-    def merge(self) -> None:
-        """Keep the best of all only."""
-        scores, ids = self.scores[:, : self.filled], self.ids[:, : self.filled]
+    def _merge(self) -> tuple[Tensor, Tensor]:
+        """Scores and entries of the best of all."""
+        if len(self._scores) == 1:
+            return self._scores[0], self._ids[0]
+        scores, ids = torch.cat(self._scores, dim=1), torch.cat(self._ids, dim=1)
         if not scores.is_cuda:  # where `top_entries` breaks ties by place, places follow entries
             ids, order = ids.sort(dim=1)
             scores = scores.gather(1, order)
         best, which = kernels.top_entries(scores, self.topk)
-        self.filled = best.shape[1]
-        self.ids[:, : self.filled] = ids.gather(1, which)
-        self.scores[:, : self.filled] = best
+        return best, ids.gather(1, which)
 
     def finish(self) -> Tensor:
         """[queries, topk] int32 entries, in no order; -1: none."""
-        self.merge()
-        found = self.ids.new_full((len(self.ids), self.topk), -1)
-        hidden = self.scores[:, : self.filled] == float("-inf")
-        found[:, : self.filled] = self.ids[:, : self.filled].masked_fill(hidden, -1)
-        return found
+        scores, ids = self._merge()
+        return _widened(ids.masked_fill_(scores == float("-inf"), -1), self.topk, -1)
+
+
+def _widened(x: Tensor, width: int, value: float) -> Tensor:
+    """[n, s] with columns of `value` behind, up to `width`."""
+    return F.pad(x, (0, width - x.shape[1]), value=value) if x.shape[1] < width else x
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,18 +113,18 @@ def select_travelling(
     selecting = [piece.end // shards.ratio > index.topk for piece in shards.pieces]
     if not any(selecting):  # alike on all ranks
         return [None] * len(selecting)
-    ranks, device = shards.entries.ranks, index.q.device
-    best = [
-        _Best(piece.rows.stop - piece.rows.start, index.topk, ranks, device) if selects else None
-        for piece, selects in zip(shards.pieces, selecting, strict=True)
-    ]
+    best = [_Best(index.topk) if selects else None for selects in selecting]
     ids, seen = _directory(ctx, shards.ratio).ids, _visible(ctx, shards.ratio)
     for source, block in travelling(ctx, index.state, layer, shards):
         for piece, running, visible in zip(shards.pieces, best, seen, strict=True):
             if running is not None and piece.spans[source]:
                 keys = unpack_part(ctx.pool, index.state, block[piece.parts[source]]).squeeze(1)
                 _add_block(running, piece, index, keys, ids[source], visible[source])
-    return [None if running is None else running.finish() for running in best]
+    none = torch.empty(0, index.topk, dtype=torch.int32, device=index.q.device)
+    return [
+        None if running is None else running.finish() if piece.runs else none
+        for running, piece in zip(best, shards.pieces, strict=True)
+    ]
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,32 +139,36 @@ def _add_block(
     best: _Best, piece: ShardedPiece, index: IndexQuery, keys: Tensor, ids: Tensor, seen: _Visible
 ) -> None:
     """Score the keys [s, D] of one rank for a piece's queries, in blocks of these."""
-    columns = best.columns(min(best.topk, len(keys)))
-    for rows in row_blocks(len(seen.host), SCORE_BYTES * len(keys)):
+    count, width = len(seen.host), min(best.topk, int(seen.host[-1]))
+    found, which = Rows(count), Rows(count)
+    for rows in row_blocks(count, SCORE_BYTES * len(keys)):
         own = slice(piece.rows.start + rows.start, piece.rows.start + rows.stop)
         most = int(seen.host[rows.stop - 1])
         visible = None if seen.host[rows.start] == most else seen.device[rows]
         scores = kernels.index_scores(index.q[own], index.weights[own], keys[:most], None, visible)
-        best.put(rows, columns, scores, ids[:most])
+        top, places = kernels.top_entries(scores, width)
+        found.put(rows, _widened(top, width, float("-inf")))
+        which.put(rows, _widened(ids[:most][places], width, -1))
+    best.add(found.finish(), which.finish())
 
 
 @once_a_step
 def _visible(ctx: ForwardContext, ratio: int) -> list[list[_Visible]]:
     """Of each piece and rank."""
     shards = find_shards(ctx, ratio)
-    return [
-        [_seen(ctx, piece, source) for source in range(shards.entries.ranks)]
-        for piece in shards.pieces
-    ]
+    ranks = shards.entries.ranks
+    hosts = [_seen(piece, source) for piece in shards.pieces for source in range(ranks)]
+    found = map(_Visible, hosts, all_to_device(hosts, ctx.positions.device))
+    return [[next(found) for _ in range(ranks)] for _ in shards.pieces]
 
 
-def _seen(ctx: ForwardContext, piece: ShardedPiece, source: int) -> _Visible:
+def _seen(piece: ShardedPiece, source: int) -> NDArray[np.int32]:
     host = np.zeros(piece.rows.stop - piece.rows.start, np.int32)
     for span in piece.spans[source]:
         host[span.rows] = np.minimum(
             span.keys, np.maximum(span.first + np.arange(span.count), 0) // span.step
         )
-    return _Visible(host, to_device(host, ctx.positions.device))
+    return host
 
 
 @once_a_step

@@ -3,16 +3,19 @@
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from kllm.attention.chunks import chunks
 from kllm.attention.context import ForwardContext
 from kllm.attention.indexing import IndexQuery
 from kllm.attention.ring import find_shards
 from kllm.attention.ring_selection import list_entries, select_travelling
 from kllm.cache.shards import entry_ids
+from kllm.kernels import reference
 from kllm.models import deepseek_v4
 from kllm.models.base import Groups
 from kllm.models.random import fill_random
@@ -165,3 +168,36 @@ def test_selection_over_a_ring_breaks_ties_as_one_rank_does() -> None:
         for position, row in zip(positions.tolist(), ids, strict=True):
             want = list(range(min(topk, (position + 1) // ratio)))
             assert sorted(row[row >= 0].tolist()) == want
+
+
+@pytest.mark.parametrize("kind", ["all_gather", "replicated"])
+def test_stretches_of_a_prompt_are_attended_to_together(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many stripes a rank has of a prompt, a layer attends once to each prompt."""
+    rows: list[int] = []
+    attention = reference.sparse_attention
+
+    def count(q: Tensor, *args: Any) -> Tensor:
+        rows.append(len(q))
+        return attention(q, *args)
+
+    monkeypatch.setattr(reference, "sparse_attention", count)
+    harness = SequenceHarness(models()[0], 2, kind=kind, owners=[0, 1], max_len=304)
+    harness.step({0: PROMPT, 1: OTHER})
+    # Window layers take both prompts in one call.
+    calls = sum(1 if layer == "window" else 2 for layer in LAYERS)
+    assert len(rows) == 2 * calls
+    assert sum(rows) == len(LAYERS) * (len(PROMPT) + len(OTHER))
+
+
+def test_stripes_that_follow_one_another_are_one_chunk() -> None:
+    """Of two ranks each has two stripes in a row, but for the first rank's first."""
+    harness = SequenceHarness(models()[0], 2, kind="ring", owners=[1], max_len=304)
+    tokens = harness.stripes.tokens
+
+    def work(_: LocalPlan, ctx: ForwardContext) -> list[tuple[int, int]]:
+        return [(chunk.start // tokens, chunk.end // tokens) for chunk in chunks(ctx)]
+
+    plan = harness.plan({0: PROMPT[: 8 * tokens]}, ())[1]
+    assert harness.on_ranks(plan, work) == [[(0, 1), (3, 5), (7, 8)], [(1, 3), (5, 7)]]
