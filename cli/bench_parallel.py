@@ -41,7 +41,7 @@ def fidelity(
     token_budget: Annotated[
         int, typer.Option(min=0, help="Tokens a step may hold; 0: automatic.")
     ] = 0,
-    limit_s: Annotated[
+    limit: Annotated[
         float, typer.Option(min=0, help="Seconds after which no layout is begun; 0: no limit.")
     ] = 240.0,
     link: LinkName = "nvlink4",
@@ -78,7 +78,7 @@ def fidelity(
         layouts=layouts,
         pairs=pairs_for(resolved.device, world),
         load=replace(sizes, **{name: value for name, value in given.items() if value}),
-        limit_s=limit_s,
+        limit_s=limit,
     )
     run_and_show(bench, options)
 
