@@ -245,9 +245,8 @@ def _shared(stripes: Stripes, piece: Piece, length: int, reach: int) -> NDArray[
     wanted = np.zeros(piece.end - piece.start, np.bool_)
     wanted[-length:] = True
     first = (piece.start // stripes.tokens + 1) * stripes.tokens
-    for seam in range(first, piece.end, stripes.tokens):
-        before, behind = stripes.rank_of(np.array([seam - 1, seam]))
-        if before != behind:
-            last = seam - piece.start
-            wanted[max(0, last - reach) : last] = True
+    seams = np.arange(first, piece.end, stripes.tokens)
+    for seam in seams[stripes.rank_of(seams - 1) != stripes.rank_of(seams)]:
+        last = int(seam) - piece.start
+        wanted[max(0, last - reach) : last] = True
     return np.flatnonzero(wanted) + piece.start
