@@ -5,9 +5,9 @@ result on while it turns to the next micro-batch.
 """
 
 import time
-from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from dataclasses import dataclass
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -86,6 +86,16 @@ def _receive(pp: Communicator, buffers: list[Tensor]) -> list[Tensor]:
     return buffers
 
 
+@dataclass(slots=True)
+class _Pace:
+    """Times of a stage in steps of one micro-batch."""
+
+    steps: int = 0
+    queue_s: float = float("inf")  # of the host; the least, as it may have to wait for the device
+    stage_s: float = 0.0  # of the device, in the last step whose marks were read
+    marks: tuple[Any, Any] | None = None  # around the last step
+
+
 class SlicedStage:
     """A stage whose neighbours are not there, and the time that a step spends on them.
 
@@ -95,9 +105,12 @@ class SlicedStage:
 
     t is the time of the device, this stage's transfers included, once the host has queued a
     micro-batch. The hosts of all stages queue at the same time: where that takes longer than the
-    device, as in small steps, it counts for one stage only. To see t there, the device is held up
-    for as long as the host needs. The device begins a captured step, though, only once all of it
-    is queued: there the host's time comes on top.
+    device, as in small steps, it counts for one stage only. The device begins a captured step,
+    though, only once all of it is queued: there the host's time comes on top.
+
+    A step of one micro-batch is like the one before it. So the device waits for the others, as long
+    as they took then, before it begins, and what follows the stage is queued meanwhile, as on the
+    last stage of a real pipeline. Otherwise the host waits afterwards.
 
     The other stages are taken to be like this one, of which t has the layers only. That the first
     embeds and that layers differ is not modelled. Logits and sampling follow where the last stage
@@ -114,31 +127,64 @@ class SlicedStage:
         sleep: Callable[[float], None] = sleep_exactly,
     ) -> None:
         self._pp, self._clock, self._sleep = pp, clock, sleep
-        # Steps of one micro-batch, by whether they are captured, and the time of queueing one: the
-        # least, as the host may have to wait for the device it holds up.
-        self._steps: Counter[bool] = Counter()
-        self._queue_s = {False: float("inf"), True: float("inf")}
+        self._paces = {captured: _Pace() for captured in (False, True)}
 
     def run(self, model: StageModel, contexts: Sequence[ForwardContext]) -> list[Tensor] | None:
-        """Run this stage of a step, on made-up input; ends when all stages would have."""
-        micro, alone = len(contexts), len(contexts) == 1
-        captured = contexts[0].static
-        begin = self._clock()
-        # Before the time that counts: no stage of a layout makes up its input.
+        """Run this stage of a step, on made-up input, so that it ends when all stages would have.
+
+        On the last stage that is the device's end, of work that may still be queued.
+        """
+        captured, begin = contexts[0].static, self._clock()
+        # No stage of a layout makes up its input: the time for that is taken off the waiting.
         made_up = [] if model.stage.first else [model.stand_in(ctx) for ctx in contexts]
         received = iter(made_up)
-        if alone and self._steps[captured] >= WARM_UP_STEPS:
-            self._pp.pause(self._queue_s[captured])
-        queueing = self._clock()
-        first = self._pp.mark()
-        states = run_stages(model, contexts, self._pp, lambda ctx: next(received))
-        last = self._pp.mark()
-        queue_s = (self._clock() - queueing) / micro
-        if alone:
-            self._steps[captured] += 1
-            self._queue_s[captured] = queue_s = min(self._queue_s[captured], queue_s)
-        stage_s = self._pp.between(first, last) / micro
-        own_s = queue_s + stage_s if captured else micro * max(queue_s, stage_s)
-        whole_s = own_s + (self._pp.size - 1) * stage_s
-        self._sleep(max(0.0, begin + whole_s - self._clock()))
+
+        def queue() -> list[Tensor] | None:
+            return run_stages(model, contexts, self._pp, lambda ctx: next(received))
+
+        if len(contexts) == 1:
+            return self._run_one(queue, self._paces[captured], captured, model.stage.last, begin)
+        first, queueing = self._pp.mark(), self._clock()
+        states = queue()
+        queue_s = (self._clock() - queueing) / len(contexts)
+        stage_s = self._pp.between(first, self._pp.mark()) / len(contexts)
+        own_s = len(contexts) * max(queue_s, stage_s)
+        self._wait_until(begin + own_s + (self._pp.size - 1) * stage_s)
         return states
+
+    def _run_one(
+        self,
+        queue: Callable[[], list[Tensor] | None],
+        pace: _Pace,
+        captured: bool,
+        is_last: bool,
+        begin: float,
+    ) -> list[Tensor] | None:
+        """A step of one micro-batch; the first ones of a kind tell the times of the others."""
+        known = pace.steps > WARM_UP_STEPS
+        if pace.marks is not None:
+            pace.stage_s = self._pp.between(*pace.marks)
+        if known:
+            self._pp.pause(max(0.0, self._others_s(pace, captured) - (self._clock() - begin)))
+        elif pace.steps == WARM_UP_STEPS:
+            self._pp.pause(pace.queue_s)  # or the device would wait for the host, and t be too long
+        queueing, first = self._clock(), self._pp.mark()
+        states = queue()
+        pace.marks = first, self._pp.mark()
+        pace.steps += 1
+        pace.queue_s = min(pace.queue_s, self._clock() - queueing)
+        if not known:
+            pace.stage_s = self._pp.between(*pace.marks)
+            self._wait_until(begin + self._others_s(pace, captured) + pace.stage_s)
+        elif not is_last:
+            self._pp.between(*pace.marks)  # nothing else waits for the device
+        return states
+
+    def _others_s(self, pace: _Pace, captured: bool) -> float:
+        """From the step's begin until this stage could begin, were it the last one."""
+        stage_s = pace.stage_s
+        first_s = pace.queue_s + stage_s if captured else max(pace.queue_s, stage_s)
+        return first_s + (self._pp.size - 2) * stage_s
+
+    def _wait_until(self, end: float) -> None:
+        self._sleep(max(0.0, end - self._clock()))

@@ -136,18 +136,52 @@ def test_a_slice_tells_captured_steps_from_others() -> None:
     assert took["captured"][WARM_UP_STEPS:] == pytest.approx([0.5 + 2 * 2.0] * 5)
 
 
-def test_making_up_a_stages_input_takes_no_time_of_the_layout() -> None:
+class Last(Work):
+    """The last of two stages, whose input has to be made up."""
+
+    def __init__(self, machine: Machine, host_s: float, device_s: float) -> None:
+        super().__init__(machine, host_s, device_s)
+        self.stage = Stage(1, 2, 2)
+
+    def stand_in(self, ctx: object) -> list[Tensor]:
+        self.machine.queue(0.1, 0.05)
+        return [torch.zeros(1)]
+
+
+@pytest.mark.parametrize("ctx", [PLAIN, CAPTURED])
+def test_making_up_a_stages_input_takes_no_time_of_the_layout(ctx: Any) -> None:
     machine = Machine()
     stage = stage_on(machine, 2, rank=1)
-
-    class Last(Work):
-        def stand_in(self, ctx: object) -> list[Tensor]:
-            machine.queue(0.1, 1.0)
-            return [torch.zeros(1)]
-
     model: Any = Last(machine, 1.0, 5.0)
-    model.stage = Stage(1, 2, 2)
     for _ in range(WARM_UP_STEPS + 5):
         begin = machine.now
-        assert stage.run(model, [PLAIN]) is not None
-        assert machine.now - begin == pytest.approx(2 * 5.0)
+        assert stage.run(model, [ctx]) is not None
+        machine.now = machine.mark()  # tokens are read
+        extra_s = 1.0 if ctx is CAPTURED else 0.0
+        assert machine.now - begin == pytest.approx(2 * 5.0 + extra_s)
+
+
+def test_what_follows_the_last_stage_is_queued_while_the_device_waits() -> None:
+    machine = Machine()
+    stage = stage_on(machine, 2, rank=1)
+    model: Any = Last(machine, 0.5, 2.0)
+    took = []
+    for _ in range(WARM_UP_STEPS + 5):
+        begin = machine.now
+        stage.run(model, [CAPTURED])
+        machine.queue(1.5, 0.25)  # logits and sampling, mostly launches
+        machine.now = machine.mark()
+        took.append(machine.now - begin)
+    assert took[WARM_UP_STEPS + 1 :] == pytest.approx([0.5 + 2 * 2.0 + 0.25] * 4)
+
+
+def test_a_stages_time_is_that_of_the_step_before() -> None:
+    machine = Machine()
+    stage = stage_on(machine, 3, rank=0)
+    took = []
+    for device_s in (2.0,) * (WARM_UP_STEPS + 3) + (4.0,) * 2:
+        begin = machine.now
+        model: Any = Work(machine, 0.5, device_s)
+        stage.run(model, [CAPTURED])
+        took.append(machine.now - begin)
+    assert took[-3:] == pytest.approx([0.5 + 3 * 2.0, 0.5 + 2 * 2.0 + 4.0, 0.5 + 3 * 4.0])
