@@ -15,9 +15,10 @@ from kllm.bench.serve_loop import run_workload, warm_up
 from kllm.bench.workloads import Lengths, Workload
 from kllm.config import EngineConfig, ParallelConfig
 from kllm.engine.engine import Engine
-from kllm.engine.executor import DeviceExecutor, InProcessExecutor
+from kllm.engine.executor import DeviceExecutor
 from kllm.engine.multi_rank import MultiRankExecutor
 from kllm.engine.rank_pool import RankPool, launch
+from kllm.engine.sliced import SlicedExecutor
 from kllm.errors import CapacityError, ConfigError
 from kllm.models.load import resolve
 from kllm.models.shape import model_shape
@@ -146,7 +147,7 @@ class Side:
         self._groups = layout.dp if sliced else 1
         resolved = resolve(config)
         self._executor: DeviceExecutor = (
-            InProcessExecutor(config, resolved)
+            SlicedExecutor(config, resolved)
             if sliced
             else MultiRankExecutor(config, resolved, ranks.pool())
         )

@@ -20,12 +20,12 @@ from kllm.bench.timing import Failed, attempt
 from kllm.config import EngineConfig, ParallelConfig
 from kllm.core import Outcome, Plan, Request, SamplingParams
 from kllm.engine.engine import Engine, StepStats
-from kllm.engine.executor import merge, sharing_of
+from kllm.engine.executor import sharing_of
 from kllm.engine.memory import KVBudget
 from kllm.engine.rank_pool import RankPool, launch
 from kllm.engine.rank_protocol import StandIn
 from kllm.engine.rank_steps import RankSteps
-from kllm.engine.step import MicroStep, RankOutcome, sampled_on, steps_of
+from kllm.engine.step import MicroStep, RankOutcome, merge, sampled_on, steps_of
 from kllm.errors import CapacityError, ConfigError
 from kllm.parallel.layout import place
 from kllm.parallel.stripes import Stripes
@@ -102,7 +102,7 @@ class NullRanks:
                 for at in places
             ]
         )
-        self._steps = RankSteps(pool, layout, self.sharing)
+        self._steps = RankSteps(pool, layout, stripes)
 
     def execute(self, plans: Sequence[Plan | None]) -> list[Outcome | None]:
         """Run one step of every group, on ranks that answer at once."""

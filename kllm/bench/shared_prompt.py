@@ -15,10 +15,11 @@ from kllm.bench.timing import timed
 from kllm.cache.spec import CacheSpec
 from kllm.config import EngineConfig
 from kllm.core import Plan, Request, SamplingParams
-from kllm.engine.executor import DeviceExecutor, InProcessExecutor
+from kllm.engine.executor import DeviceExecutor
 from kllm.engine.multi_rank import MultiRankExecutor
 from kllm.engine.rank import DeviceMemory
 from kllm.engine.rank_pool import RankPool
+from kllm.engine.sliced import SlicedExecutor
 from kllm.models.load import ResolvedModel
 from kllm.models.shape import model_shape
 from kllm.parallel import layout
@@ -60,11 +61,11 @@ class SharedPrompt:
         self._vocab_size: int = resolved.config.vocab_size
         self._links: list[EmulatedComm] = []
         self._cp: EmulatedComm | None = None
-        self._slice: InProcessExecutor | None = None
+        self._slice: SlicedExecutor | None = None
         self.ranks: DeviceExecutor
         self.rank = 0  # the context-parallel rank that is here, where ranks are sliced
         if config.fidelity == "rank-slice":
-            self.ranks = self._slice = InProcessExecutor(config, resolved)
+            self.ranks = self._slice = SlicedExecutor(config, resolved)
             self.rank = layout.place(config.parallel, config.slice_rank).cp
             found = self._slice.groups
             every = (found.attn, found.ffn, found.vocab, found.ep, found.cp, found.pp)

@@ -21,6 +21,7 @@ from kllm.engine.detokenizer import Detokenizer, TokenTable
 from kllm.engine.executor import Executor, InProcessExecutor
 from kllm.engine.multi_rank import MultiRankExecutor
 from kllm.engine.rank_pool import RankPool
+from kllm.engine.sliced import SlicedExecutor
 from kllm.errors import ConfigError
 from kllm.models.base import CausalLM
 from kllm.models.load import ResolvedModel, resolve
@@ -318,8 +319,10 @@ def _make_executor(
     model: CausalLM | None,
     ranks: RankPool | None,
 ) -> Executor:
-    if config.parallel.world == 1 or config.fidelity == "rank-slice":
+    if config.parallel.world == 1:
         return InProcessExecutor(config, resolved, model)
+    if config.fidelity == "rank-slice":
+        return SlicedExecutor(config, resolved, model)
     return MultiRankExecutor(config, resolved, ranks)
 
 

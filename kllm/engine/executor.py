@@ -9,18 +9,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-import numpy as np
 import torch
 
 from kllm.config import EngineConfig
-from kllm.core import Outcome, Plan, TokenLogprobs
+from kllm.core import Outcome, Plan
 from kllm.engine.memory import KVBudget
 from kllm.engine.rank import DeviceMemory, Rank
-from kllm.engine.rank_groups import sliced_groups
-from kllm.engine.step import RankOutcome, sampled_on, steps_of
+from kllm.engine.step import merge, steps_of
 from kllm.models.base import CausalLM, Groups
 from kllm.models.load import ResolvedModel
-from kllm.parallel.layout import place
 from kllm.parallel.stripes import Stripes, stripe_tokens
 
 
@@ -90,10 +87,7 @@ def rearranged(sharing: Sharing, pages: int, kind: str, tokens: int) -> Sharing:
 
 
 class InProcessExecutor:
-    """One rank in this process: the whole of a layout of one rank, or a slice of a larger one.
-
-    A slice runs the rank `config.slice_rank` with its true shapes. Transfers take the time of
-    `config.link` and bring no foreign data; tokens that other ranks would sample are 0.
+    """One rank in this process, which is the whole layout.
 
     Args:
         model: the network if it is already loaded; it outlives the executor.
@@ -105,19 +99,13 @@ class InProcessExecutor:
     def __init__(
         self, config: EngineConfig, resolved: ResolvedModel, model: CausalLM | None = None
     ) -> None:
-        self._layout = config.parallel
         device = torch.device(resolved.device)
-        sliced = config.parallel.world > 1
-        groups = sliced_groups(config, device) if sliced else Groups.single()
-        number = config.slice_rank if sliced else 0
+        self._layout = config.parallel
         self._rank: Rank | None = Rank(
-            config, resolved, groups, number=number, device=device, model=model
+            config, resolved, Groups.single(), device=device, model=model
         )
-        # A slice has the requests of its own group only: the others are like it.
-        sharing = sharing_of(config, self._rank.budget)
-        self.sharing = Sharing(sharing.budget, 1, sharing.stripes, sharing.cp_kind)
-        self._rank.allocate(sharing.budget, sharing.stripes, sharing.cp_kind)
-        self._cp = place(config.parallel, number).cp
+        self.sharing = sharing_of(config, self._rank.budget)
+        self._rank.allocate(self.sharing.budget, None, self.sharing.cp_kind)
         self.run_s = 0.0
 
     def execute(self, plans: Sequence[Plan | None]) -> list[Outcome | None]:
@@ -126,62 +114,14 @@ class InProcessExecutor:
         (plan,) = plans
         if plan is None:
             return [None]
-        (micro,) = steps_of(plans, self._layout, self.sharing.stripes)
+        (micro,) = steps_of(plans, self._layout, None)
         requests = plan.sampled
-        count = len(requests)
-        if self._layout.world > 1:
-            here = sampled_on(micro, self._cp, self.sharing.stripes)
-            requests = tuple(requests[i] for i in here)
         found = self._rank.run(micro, requests)
         self.run_s = found.run_s
-        return [merge([found], count)]
-
-    def arrange(self, pages: Sequence[int], *, kind: str, tokens: int) -> None:
-        """See `DeviceExecutor.arrange`."""
-        assert self._rank is not None
-        self.sharing = rearranged(self.sharing, pages[self._cp], kind, tokens)
-        self._rank.allocate(self.sharing.budget, self.sharing.stripes, kind, fill=True)
-
-    def stand_for(self, cp: int) -> None:
-        """Be another context-parallel rank of the slice's group, which has the same weights.
-
-        The KV pool has to be replaced (`arrange`) before the next step.
-        """
-        assert self._rank is not None
-        self._cp = cp
-        self._rank.stand_for(cp)
-
-    def settle(self) -> list[DeviceMemory]:
-        """See `DeviceExecutor.settle`."""
-        assert self._rank is not None
-        return [self._rank.settle()]
-
-    @property
-    def groups(self) -> Groups:
-        """The rank's communicators."""
-        assert self._rank is not None
-        return self._rank.groups
+        return [merge([found], len(requests))]
 
     def close(self) -> None:
         """Drop the KV pool; what the caller does not hold of the network goes too."""
         if self._rank is not None:
             self._rank.close()
         self._rank = None
-
-
-def merge(parts: Sequence[RankOutcome], count: int) -> Outcome:
-    """The tokens of `count` sampled requests from the ranks that sampled them; 0 where none did."""
-    if len(parts) == 1 and len(parts[0].sampled) == count:
-        part = parts[0]
-        if (part.sampled[:-1] < part.sampled[1:]).all():  # in order, as without micro-batches
-            return Outcome(part.token_ids, part.logprobs)
-    tokens = np.zeros(count, np.int64)
-    logprobs: list[TokenLogprobs | None] = [None] * count
-    any_logprobs = False
-    for part in parts:
-        tokens[part.sampled] = part.token_ids
-        if part.logprobs is not None:
-            any_logprobs = True
-            for index, value in zip(part.sampled.tolist(), part.logprobs, strict=True):
-                logprobs[index] = value
-    return Outcome(tokens, logprobs if any_logprobs else None)

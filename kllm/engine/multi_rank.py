@@ -74,7 +74,7 @@ class MultiRankExecutor:
         self.sharing: Sharing = sharing_of(config, smallest(budgets))
         allocate = Allocate(self.sharing.budget, self.sharing.stripes, self.sharing.cp_kind)
         self._pool.call([allocate] * layout.world, BUILD_TIMEOUT_S)
-        self._steps = RankSteps(self._pool, layout, self.sharing)
+        self._steps = RankSteps(self._pool, layout, self.sharing.stripes)
 
     def execute(self, plans: Sequence[Plan | None]) -> list[Outcome | None]:
         """Run one step of every group."""
@@ -92,7 +92,7 @@ class MultiRankExecutor:
         messages = [Allocate(pool.budget, pool.stripes, kind, fill=True) for pool in pools]
         places = [place(self._layout, rank) for rank in range(self._layout.world)]
         self._pool.call([messages[at.cp] for at in places], BUILD_TIMEOUT_S)
-        self._steps = RankSteps(self._pool, self._layout, self.sharing)
+        self._steps = RankSteps(self._pool, self._layout, self.sharing.stripes)
 
     def settle(self) -> list[DeviceMemory]:
         """See `DeviceExecutor.settle`."""

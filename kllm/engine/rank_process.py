@@ -20,9 +20,9 @@ import torch
 
 from kllm import env
 from kllm.config import EngineConfig
-from kllm.core import Request
 from kllm.engine.memory import KVBudget
 from kllm.engine.rank import Rank
+from kllm.engine.rank_answers import StepAnswers
 from kllm.engine.rank_channel import (
     PULSE,
     STEPS,
@@ -41,14 +41,11 @@ from kllm.engine.rank_protocol import (
     Failure,
     Join,
     Release,
-    Runner,
-    Sampled,
     Settle,
     StandIn,
     Step,
     ending,
 )
-from kllm.engine.step_codec import StepCodec
 from kllm.models.base import Groups
 from kllm.models.load import ResolvedModel, resolve
 from kllm.parallel import distributed, expert_deep_ep
@@ -66,11 +63,7 @@ class RankServer:
         self._device: torch.device
         self._groups: Groups | None = None
         self._rank: Rank | None = None
-        self._runner: Runner | None = None  # who runs steps: the rank, or who stands in for it
-        self._codec: StepCodec
-        self._known: dict[str, Request]
-        self._requests: tuple[Request, ...]  # sampled here in the last step
-        self._start()
+        self._steps: StepAnswers | None = None
 
     def reply(self, message: Any) -> Any:
         """The answer to a message, or what kept the rank from it."""
@@ -90,23 +83,23 @@ class RankServer:
                 self._join(message)
                 return True
             case StandIn():
-                self._runner = message.rank
-                self._start()
+                self._steps = StepAnswers(message.rank)
                 return True
             case Build():
                 return self._build()
             case Allocate():
                 assert self._rank is not None
-                self._start()
                 self._rank.allocate(
                     message.budget, message.stripes, message.cp_kind, fill=message.fill
                 )
+                self._steps = StepAnswers(self._rank)
                 return True
             case Settle():
                 assert self._rank is not None
                 return self._rank.settle()
             case Step():
-                return self._step(message)
+                assert self._steps is not None, "no rank was built"
+                return self._steps.answer(message)
             case Release():
                 self._release()
                 return True
@@ -128,33 +121,15 @@ class RankServer:
 
     def _build(self) -> KVBudget:
         assert self._groups is not None, "the ranks have not joined"
-        self._runner = self._rank = Rank(
+        self._rank = Rank(
             self._config, self._resolved, self._groups, number=self.number, device=self._device
         )
         return self._rank.budget
 
-    def _start(self) -> None:
-        """Know nothing of earlier steps, as the engine's side of the first of new ones."""
-        self._codec, self._known, self._requests = StepCodec(), {}, ()
-
-    def _step(self, message: Step) -> Sampled:
-        if message.requests is not None:
-            self._requests = tuple(
-                self._known[item] if isinstance(item, str) else item for item in message.requests
-            )
-            self._known = {request.id: request for request in self._requests}
-        assert self._runner is not None, "no rank was built"
-        outcome = self._runner.run(self._codec.unpack(message.plan), self._requests)
-        if len(outcome.token_ids):
-            for request, token in zip(self._requests, outcome.token_ids.tolist(), strict=True):
-                request.output_ids.append(token)
-        return Sampled(outcome.token_ids.tobytes(), outcome.logprobs, outcome.run_s)
-
     def _release(self) -> None:
         if self._rank is not None:
             self._rank.close()
-        self._rank = self._runner = self._groups = None
-        self._start()
+        self._rank = self._steps = self._groups = None
         on_gpu: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
         if on_gpu:
             gc.collect()  # NCCL does not leave a group while a graph that has its calls is alive

@@ -1,17 +1,17 @@
 """Steps of a layout's ranks, from the engine's side: who is told what, and whose tokens count."""
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import numpy as np
 
 from kllm.config import ParallelConfig
 from kllm.core import Outcome, Plan, Request
-from kllm.engine.executor import Sharing, merge
-from kllm.engine.rank_pool import RankPool
 from kllm.engine.rank_protocol import Sampled, Step
-from kllm.engine.step import RankOutcome, sampled_on, steps_of
+from kllm.engine.step import RankOutcome, merge, sampled_on, steps_of
 from kllm.engine.step_codec import StepCodec
-from kllm.parallel.layout import Place, place, rank_of
+from kllm.parallel.layout import place
+from kllm.parallel.stripes import Stripes
 
 
 class _Mirror:
@@ -35,47 +35,64 @@ class _Mirror:
         return news
 
 
+class Listeners(Protocol):
+    """Ranks that have their KV memory."""
+
+    def call(self, messages: Sequence[Step]) -> list[Sampled]:
+        """Send each of them its message; their answers."""
+
+
 class RankSteps:
-    """Runs plans on the ranks of a pool that have their KV memory.
+    """Runs plans on ranks.
 
     `run_s` is the time that the slowest rank took for its share of the last step.
+
+    Args:
+        numbers: of the ranks that listen; None: all of the layout. A plan is for each group of
+            these.
     """
 
-    def __init__(self, pool: RankPool, layout: ParallelConfig, sharing: Sharing) -> None:
-        self._pool, self._layout, self._stripes = pool, layout, sharing.stripes
-        self._places = [place(layout, rank) for rank in range(layout.world)]
+    def __init__(
+        self,
+        ranks: Listeners,
+        layout: ParallelConfig,
+        stripes: Stripes | None,
+        numbers: Sequence[int] | None = None,
+    ) -> None:
+        self._ranks, self._layout, self._stripes = ranks, layout, stripes
+        places = [place(layout, n) for n in (range(layout.world) if numbers is None else numbers)]
+        groups = sorted({at.dp for at in places})
+        self._groups = [groups.index(at.dp) for at in places]
         self._samplers = {
-            (dp, cp): rank_of(layout, Place(layout.pp - 1, dp, cp, 0))
-            for dp in range(layout.dp)
-            for cp in range(layout.cp)
+            (group, at.cp): rank
+            for rank, (group, at) in enumerate(zip(self._groups, places, strict=True))
+            if at.pp == layout.pp - 1 and at.tp == 0
         }
-        self._codecs = [StepCodec() for _ in range(layout.dp)]
+        self._codecs = [StepCodec() for _ in groups]
         self._mirrors = {at: _Mirror() for at in self._samplers}
         self.run_s = 0.0
 
     def execute(self, plans: Sequence[Plan | None]) -> list[Outcome | None]:
         """Run one step of every group."""
-        stripes, layout = self._stripes, self._layout
-        steps = steps_of(plans, layout, stripes)
+        steps = steps_of(plans, self._layout, self._stripes)
         plain = [Step(codec.pack(m), None) for codec, m in zip(self._codecs, steps, strict=True)]
-        messages = [plain[at.dp] for at in self._places]
+        messages = [plain[group] for group in self._groups]
         asked = [() if plan is None else plan.sampled for plan in plans]
         indices: dict[tuple[int, int], list[int]] = {}  # of `asked`, by who samples
-        for (dp, cp), rank in self._samplers.items():
-            indices[dp, cp] = here = sampled_on(steps[dp], cp, stripes)
-            news = self._mirrors[dp, cp].news(tuple(asked[dp][i] for i in here))
+        for (group, cp), rank in self._samplers.items():
+            indices[group, cp] = here = sampled_on(steps[group], cp, self._stripes)
+            news = self._mirrors[group, cp].news(tuple(asked[group][i] for i in here))
             if news is not None:
-                messages[rank] = Step(plain[dp].plan, news)
-        answers: list[Sampled] = self._pool.call(messages)
+                messages[rank] = Step(plain[group].plan, news)
+        answers = self._ranks.call(messages)
         self.run_s = max(answer.run_s for answer in answers)
-        outcomes: list[Outcome | None] = []
-        for dp, plan in enumerate(plans):
-            parts = [
-                _outcome(answers[self._samplers[dp, cp]], indices[dp, cp])
-                for cp in range(layout.cp)
-            ]
-            outcomes.append(None if plan is None else merge(parts, len(asked[dp])))
-        return outcomes
+        parts: list[list[RankOutcome]] = [[] for _ in plans]
+        for at, rank in self._samplers.items():
+            parts[at[0]].append(_outcome(answers[rank], indices[at]))
+        return [
+            None if plan is None else merge(found, len(wanted))
+            for plan, found, wanted in zip(plans, parts, asked, strict=True)
+        ]
 
 
 def _outcome(answer: Sampled, indices: list[int]) -> RankOutcome:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kllm.config import ParallelConfig
-from kllm.core import Plan, TokenLogprobs
+from kllm.core import Outcome, Plan, TokenLogprobs
 from kllm.parallel.stripes import Stripes
 from kllm.scheduler.microbatch import split_plan
 
@@ -94,6 +94,24 @@ def sampled_on(micro: Sequence[MicroStep], cp: int, stripes: Stripes | None) -> 
             here &= _last_token_ranks(step.plan, stripes) == cp
         found += step.sampled[here].tolist()
     return found
+
+
+def merge(parts: Sequence[RankOutcome], count: int) -> Outcome:
+    """The tokens of `count` sampled requests from the ranks that sampled them; 0 where none did."""
+    if len(parts) == 1 and len(parts[0].sampled) == count:
+        part = parts[0]
+        if (part.sampled[:-1] < part.sampled[1:]).all():  # in order, as without micro-batches
+            return Outcome(part.token_ids, part.logprobs)
+    tokens = np.zeros(count, np.int64)
+    logprobs: list[TokenLogprobs | None] = [None] * count
+    any_logprobs = False
+    for part in parts:
+        tokens[part.sampled] = part.token_ids
+        if part.logprobs is not None:
+            any_logprobs = True
+            for index, value in zip(part.sampled.tolist(), part.logprobs, strict=True):
+                logprobs[index] = value
+    return Outcome(tokens, logprobs if any_logprobs else None)
 
 
 def _last_token_ranks(plan: Plan, stripes: Stripes) -> NDArray[np.int64]:

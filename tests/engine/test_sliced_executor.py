@@ -1,0 +1,75 @@
+"""A rank alone is told its steps as one among others."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+
+from kllm.config import EngineConfig, ParallelConfig, SchedulerConfig
+from kllm.core import Request, SamplingParams
+from kllm.engine.engine import Engine
+from kllm.engine.rank import Rank
+from kllm.engine.sliced import SlicedExecutor
+from kllm.engine.step import MicroStep, RankOutcome
+from kllm.models.load import resolve
+
+STEPS = 6
+PROMPTS = [[3, 5, 7], [11, 2, 9, 4, 8], list(range(20))]
+
+
+@pytest.mark.parametrize(
+    ("layout", "number", "samples"),
+    [
+        (ParallelConfig(tp=2), 0, True),
+        (ParallelConfig(tp=2), 1, False),
+        (ParallelConfig(pp=2), 0, False),
+        (ParallelConfig(pp=2), 1, True),
+        (ParallelConfig(cp=2, cp_kind="ring"), 1, True),
+    ],
+)
+def test_a_slice_knows_its_requests_from_what_it_is_told(
+    layout: ParallelConfig, number: int, samples: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[MicroStep, list[tuple[str, int]]]] = []
+    run = Rank.run
+
+    def watched(rank: Rank, micro: Sequence[MicroStep], requests: Sequence[Request]) -> RankOutcome:
+        lengths = [(request.id, len(request.output_ids)) for request in requests]
+        assert not any(request in mine for request in requests), "copies, as in another process"
+        found = run(rank, micro, requests)
+        seen.append((micro[0], lengths if len(found.token_ids) else []))
+        return found
+
+    monkeypatch.setattr(Rank, "run", watched)
+    config = EngineConfig(
+        model="llama-3-8b",
+        scale="tiny",
+        load="random",
+        device="cpu",
+        fidelity="rank-slice",
+        slice_rank=number,
+        max_model_len=64,
+        parallel=layout,
+        scheduler=SchedulerConfig(max_batch=4, token_budget=64),
+    )
+    engine = Engine(config, executor=SlicedExecutor(config, resolve(config)))
+    params = SamplingParams(max_tokens=STEPS, temperature=0.0, ignore_eos=True)
+    mine: list[Request] = []
+    try:
+        mine += [engine.add(prompt, params) for prompt in PROMPTS]
+        while engine.has_work:
+            engine.step()
+    finally:
+        engine.close()
+    assert [len(request.output_ids) for request in mine] == [STEPS] * len(PROMPTS)
+    sampled = [lengths for _, lengths in seen if lengths]
+    assert bool(sampled) == samples
+    for step, lengths in enumerate(sampled):
+        assert {length for _, length in lengths} == {step}, "its own copies get its own tokens"
+    here = {name for lengths in sampled for name, _ in lengths}
+    if layout.cp == 1:
+        assert len(here) == (len(PROMPTS) if samples else 0)
+        return
+    assert 0 < len(here) < len(PROMPTS), "each rank has requests of its own"
+    others = [request for request in mine if request.id not in here]
+    assert all(np.array_equal(request.output_ids, [0] * STEPS) for request in others)
