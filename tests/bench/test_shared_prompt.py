@@ -12,7 +12,7 @@ from kllm.cache.pool import KVPool
 from kllm.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from kllm.core import SamplingParams
 from kllm.engine.engine import Engine
-from kllm.engine.executor import InProcessExecutor
+from kllm.engine.sliced import SlicedExecutor
 from kllm.models.load import resolve
 from kllm.parallel.emulated import EmulatedComm
 from kllm.parallel.link import Link
@@ -39,7 +39,7 @@ def whole_prompt(kind: str, tokens: int, link: Link) -> tuple[float, float]:
     config = replace(
         SLICE, max_model_len=tokens + 1, parallel=replace(SLICE.parallel, cp_kind=kind)
     )
-    executor = InProcessExecutor(config, resolve(config))
+    executor = SlicedExecutor(config, resolve(config))
     cp = executor.groups.cp
     assert isinstance(cp, EmulatedComm)
     cp.link = link

@@ -8,10 +8,10 @@ import torch
 from kllm.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
 from kllm.core import Outcome, Plan, SamplingParams
 from kllm.engine.engine import Engine
-from kllm.engine.executor import merge, sharing_of
+from kllm.engine.executor import sharing_of
 from kllm.engine.multi_rank import smallest
 from kllm.engine.rank import Rank
-from kllm.engine.step import steps_of
+from kllm.engine.step import merge, steps_of
 from kllm.models.base import Groups
 from kllm.models.load import resolve
 from kllm.parallel.single import SingleComm
