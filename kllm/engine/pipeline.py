@@ -88,9 +88,10 @@ def _receive(pp: Communicator, buffers: list[Tensor]) -> list[Tensor]:
 
 @dataclass(slots=True)
 class _Pace:
-    """Times of a stage in steps of one micro-batch."""
+    """Times of a micro-batch in steps of one kind."""
 
     steps: int = 0
+    tokens: int = 0  # of the last step
     queue_s: float = float("inf")  # of the host; the least, as it may have to wait for the device
     stage_s: float = 0.0  # of the device, in the last step whose marks were read
     marks: tuple[Any, Any] | None = None  # around the last step
@@ -105,12 +106,13 @@ class SlicedStage:
 
     t is the time of the device, this stage's transfers included, once the host has queued a
     micro-batch. The hosts of all stages queue at the same time: where that takes longer than the
-    device, as in small steps, it counts for one stage only. The device begins a captured step,
-    though, only once all of it is queued: there the host's time comes on top.
+    device, as in small steps, its M micro-batches count in place of the device's. The device begins
+    a captured step, though, only once all of it is queued: there the host's time comes on top.
 
-    A step of one micro-batch is like the one before it. So the device waits for the others, as long
-    as they took then, before it begins, and what follows the stage is queued meanwhile, as on the
-    last stage of a real pipeline. Otherwise the host waits afterwards.
+    A step takes as long as the last one of its kind: of as many micro-batches, captured or not,
+    with prompts or without, where t of prompts grows with the tokens. So the device waits for the
+    other stages before it begins, and this stage and what follows it are queued meanwhile, as on
+    the last stage of a real pipeline. The first steps of a kind are waited for by the host.
 
     The other stages are taken to be like this one, of which t has the layers only. That the first
     embeds and that layers differ is not modelled. Logits and sampling follow where the last stage
@@ -127,64 +129,52 @@ class SlicedStage:
         sleep: Callable[[float], None] = sleep_exactly,
     ) -> None:
         self._pp, self._clock, self._sleep = pp, clock, sleep
-        self._paces = {captured: _Pace() for captured in (False, True)}
+        self._paces: dict[tuple[int, bool, bool], _Pace] = {}
 
     def run(self, model: StageModel, contexts: Sequence[ForwardContext]) -> list[Tensor] | None:
         """Run this stage of a step, on made-up input, so that it ends when all stages would have.
 
         On the last stage that is the device's end, of work that may still be queued.
         """
-        captured, begin = contexts[0].static, self._clock()
+        begin, micro, first = self._clock(), len(contexts), contexts[0]
+        kind = (micro, first.static, first.decode_only)
+        pace = self._paces.setdefault(kind, _Pace())
+        known = pace.steps > WARM_UP_STEPS
         # No stage of a layout makes up its input: the time for that is taken off the waiting.
         made_up = [] if model.stage.first else [model.stand_in(ctx) for ctx in contexts]
         received = iter(made_up)
-
-        def queue() -> list[Tensor] | None:
-            return run_stages(model, contexts, self._pp, lambda ctx: next(received))
-
-        if len(contexts) == 1:
-            return self._run_one(queue, self._paces[captured], captured, model.stage.last, begin)
-        first, queueing = self._pp.mark(), self._clock()
-        states = queue()
-        queue_s = (self._clock() - queueing) / len(contexts)
-        stage_s = self._pp.between(first, self._pp.mark()) / len(contexts)
-        own_s = len(contexts) * max(queue_s, stage_s)
-        self._wait_until(begin + own_s + (self._pp.size - 1) * stage_s)
-        return states
-
-    def _run_one(
-        self,
-        queue: Callable[[], list[Tensor] | None],
-        pace: _Pace,
-        captured: bool,
-        is_last: bool,
-        begin: float,
-    ) -> list[Tensor] | None:
-        """A step of one micro-batch; the first ones of a kind tell the times of the others."""
-        known = pace.steps > WARM_UP_STEPS
-        if pace.marks is not None:
-            pace.stage_s = self._pp.between(*pace.marks)
-        if known:
-            self._pp.pause(max(0.0, self._others_s(pace, captured) - (self._clock() - begin)))
-        elif pace.steps == WARM_UP_STEPS:
-            self._pp.pause(pace.queue_s)  # or the device would wait for the host, and t be too long
-        queueing, first = self._clock(), self._pp.mark()
-        states = queue()
-        pace.marks = first, self._pp.mark()
+        self._wait_on_device(pace, contexts, begin)
+        queueing, marked = self._clock(), self._pp.mark()
+        states = run_stages(model, contexts, self._pp, lambda ctx: next(received))
+        pace.marks = marked, self._pp.mark()
         pace.steps += 1
-        pace.queue_s = min(pace.queue_s, self._clock() - queueing)
+        pace.queue_s = min(pace.queue_s, (self._clock() - queueing) / micro)
         if not known:
-            pace.stage_s = self._pp.between(*pace.marks)
-            self._wait_until(begin + self._others_s(pace, captured) + pace.stage_s)
-        elif not is_last:
+            pace.stage_s = self._pp.between(*pace.marks) / micro
+            end = begin + self._others_s(pace, micro, first.static) + micro * pace.stage_s
+            self._sleep(max(0.0, end - self._clock()))
+        elif not model.stage.last:
             self._pp.between(*pace.marks)  # nothing else waits for the device
         return states
 
-    def _others_s(self, pace: _Pace, captured: bool) -> float:
-        """From the step's begin until this stage could begin, were it the last one."""
-        stage_s = pace.stage_s
-        first_s = pace.queue_s + stage_s if captured else max(pace.queue_s, stage_s)
-        return first_s + (self._pp.size - 2) * stage_s
+    def _wait_on_device(
+        self, pace: _Pace, contexts: Sequence[ForwardContext], begin: float
+    ) -> None:
+        """Hold up the device as long as the other stages would, if that is known."""
+        tokens = sum(len(ctx.token_ids) for ctx in contexts)
+        if pace.marks is not None:
+            pace.stage_s = self._pp.between(*pace.marks) / len(contexts)
+            if not contexts[0].decode_only:
+                pace.stage_s *= tokens / pace.tokens
+        pace.tokens = tokens
+        if pace.steps > WARM_UP_STEPS:
+            others_s = self._others_s(pace, len(contexts), contexts[0].static)
+            self._pp.pause(max(0.0, others_s - (self._clock() - begin)))
+        elif pace.steps == WARM_UP_STEPS:
+            # Else the device would wait for the host, and t be too long.
+            self._pp.pause(len(contexts) * pace.queue_s)
 
-    def _wait_until(self, end: float) -> None:
-        self._sleep(max(0.0, end - self._clock()))
+    def _others_s(self, pace: _Pace, micro: int, captured: bool) -> float:
+        """From the step's begin until this stage could begin and never wait, were it the last."""
+        host_s = pace.queue_s if captured else micro * max(0.0, pace.queue_s - pace.stage_s)
+        return host_s + (self._pp.size - 1) * pace.stage_s

@@ -65,8 +65,12 @@ class Work:
     receive_buffers = stand_in = None
 
 
-PLAIN: Any = SimpleNamespace(static=False)  # all that a slice asks of a micro-batch's context
-CAPTURED: Any = SimpleNamespace(static=True)
+def batch(*, static: bool = False, decode_only: bool = True, tokens: int = 8) -> Any:
+    """All that a slice asks of a micro-batch's context."""
+    return SimpleNamespace(static=static, decode_only=decode_only, token_ids=[0] * tokens)
+
+
+PLAIN, CAPTURED = batch(), batch(static=True)
 
 
 def stage_on(machine: Machine, size: int, rank: int = 0) -> SlicedStage:
@@ -98,6 +102,19 @@ def test_a_slice_takes_the_time_of_all_stages(
         assert stage.run(model, [PLAIN] * micro) is None
         took.append(machine.now - begin)
     assert took[WARM_UP_STEPS:] == pytest.approx([want_s] * 5)
+
+
+def test_prompts_take_as_long_as_their_tokens() -> None:
+    """Those of a stage before are told by what its last prompts took, token by token."""
+    machine = Machine()
+    stage = stage_on(machine, 3)
+    took = []
+    for tokens in (100,) * (WARM_UP_STEPS + 3) + (50, 200):
+        begin = machine.now
+        model: Any = Work(machine, 0.01, tokens / 100)
+        stage.run(model, [batch(decode_only=False, tokens=tokens)] * 2)
+        took.append(machine.now - begin)
+    assert took[-3:] == pytest.approx([4.0, 2.0, 8.0])
 
 
 def test_a_host_that_is_held_up_does_not_hold_up_the_device_longer_each_time() -> None:
