@@ -176,7 +176,8 @@ class Scheduler:
             request.output_ids.append(token)
         self._promote(plan)
         full = batch.known[sampled] >= batch.limit[sampled]
-        stops = batch.stops_at_eos[sampled] & np.isin(token_ids, self._eos)
+        # Compared one by one: few tokens end a text, and `np.isin` sorts.
+        stops = batch.stops_at_eos[sampled] & (token_ids[:, None] == self._eos).any(axis=1)
         finished = []
         for i in np.flatnonzero(full | stops).tolist():
             self.finish(requests[i], FinishReason.STOP if stops[i] else FinishReason.LENGTH)
