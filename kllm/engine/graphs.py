@@ -72,11 +72,7 @@ class _Inputs:
         live, width = plan.block_tables.shape
         packed, host = self._padding()
         longs, lens, tables = (part.numpy() for part in (host.longs, host.lens, host.tables))
-        longs[0, :live], longs[1, :live], longs[2, :live] = (
-            plan.token_ids,
-            plan.positions,
-            plan.rows,
-        )
+        longs[:, :live] = plan.token_ids, plan.positions, plan.rows
         lens[:live] = plan.context_lens
         tables[:live, :width] = plan.block_tables
         self._packed.copy_(packed, non_blocking=True)
