@@ -9,7 +9,7 @@ import torch
 
 from kllm.config import EngineConfig
 from kllm.core import Outcome, Plan
-from kllm.engine.executor import Sharing, rearranged, sharing_of
+from kllm.engine.executor import rearranged, sharing_of
 from kllm.engine.rank import DeviceMemory, Rank
 from kllm.engine.rank_answers import StepAnswers
 from kllm.engine.rank_groups import sliced_groups
@@ -115,7 +115,7 @@ class SlicedExecutor:
         return self._rank
 
     def _allocate(self, *, fill: bool) -> None:
-        sharing: Sharing = self.sharing
+        sharing = self.sharing
         self._here.allocate(sharing.budget, sharing.stripes, sharing.cp_kind, fill=fill)
         number = rank_of(self._layout, self._place)
         self._steps = RankSteps(Loopback(self._here), self._layout, sharing.stripes, [number])

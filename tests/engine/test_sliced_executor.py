@@ -1,20 +1,38 @@
-"""A rank alone is told its steps as one among others."""
+"""A rank alone is told its steps as one among others, whichever rank it is."""
 
 from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from torch import Tensor
 
+from kllm.attention.context import ForwardContext
 from kllm.config import EngineConfig, ParallelConfig, SchedulerConfig
 from kllm.core import Request, SamplingParams
 from kllm.engine.engine import Engine
 from kllm.engine.rank import Rank
 from kllm.engine.sliced import SlicedExecutor
 from kllm.engine.step import MicroStep, RankOutcome
+from kllm.layers.moe import MoE
 from kllm.models.load import resolve
 
 STEPS = 6
 PROMPTS = [[3, 5, 7], [11, 2, 9, 4, 8], list(range(20))]
+
+
+def sliced(model: str, layout: ParallelConfig, number: int) -> Engine:
+    config = EngineConfig(
+        model=model,
+        scale="tiny",
+        load="random",
+        device="cpu",
+        fidelity="rank-slice",
+        slice_rank=number,
+        max_model_len=64,
+        parallel=layout,
+        scheduler=SchedulerConfig(max_batch=4, token_budget=64),
+    )
+    return Engine(config, executor=SlicedExecutor(config, resolve(config)))
 
 
 @pytest.mark.parametrize(
@@ -41,18 +59,7 @@ def test_a_slice_knows_its_requests_from_what_it_is_told(
         return found
 
     monkeypatch.setattr(Rank, "run", watched)
-    config = EngineConfig(
-        model="llama-3-8b",
-        scale="tiny",
-        load="random",
-        device="cpu",
-        fidelity="rank-slice",
-        slice_rank=number,
-        max_model_len=64,
-        parallel=layout,
-        scheduler=SchedulerConfig(max_batch=4, token_budget=64),
-    )
-    engine = Engine(config, executor=SlicedExecutor(config, resolve(config)))
+    engine = sliced("llama-3-8b", layout, number)
     params = SamplingParams(max_tokens=STEPS, temperature=0.0, ignore_eos=True)
     mine: list[Request] = []
     try:
@@ -73,3 +80,32 @@ def test_a_slice_knows_its_requests_from_what_it_is_told(
     assert 0 < len(here) < len(PROMPTS), "each rank has requests of its own"
     others = [request for request in mine if request.id not in here]
     assert all(np.array_equal(request.output_ids, [0] * STEPS) for request in others)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [ParallelConfig(dp=4, ep=2), ParallelConfig(dp=2, tp=2, ep=2, ep_backend="all_gather")],
+    ids=["dp4+ep2", "dp2·tp2+ep2"],
+)
+@pytest.mark.parametrize("number", range(4))
+def test_a_slice_of_any_expert_group_has_peers(
+    layout: ParallelConfig, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups that are absent run as many tokens as the one that is here."""
+    seen: list[tuple[int, ...]] = []
+    forward = MoE.forward
+
+    def watched(moe: MoE, x: Tensor, token_ids: Tensor, ctx: ForwardContext) -> Tensor:
+        seen.append(ctx.peer_tokens)
+        return forward(moe, x, token_ids, ctx)
+
+    monkeypatch.setattr(MoE, "forward", watched)
+    engine = sliced("deepseek-v4-flash", layout, number)
+    params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
+    try:
+        engine.add([3, 5, 7], params)
+        while engine.has_work:
+            engine.step()
+    finally:
+        engine.close()
+    assert set(seen) == {(3, 3), (1, 1)}, "a prompt, then a decode"
