@@ -32,7 +32,7 @@ from kllm.parallel.link import Link, all_gather_bytes
 RING, ALL_GATHER, REPLICATED = "ring", "all_gather", "replicated"
 # Bytes of memory traffic for each entry a row has selected, and block: counted from what selecting
 # over several blocks does beside scoring them (`kllm.attention.ring_selection`), not measured.
-PICK_BYTES = 64.0
+PICK_BYTES = 68.0
 # What one more block costs at least, measured there: launches from Python.
 BLOCK_CALL_S = 75e-6
 # What block attention of whole layers reaches of the matmul rate; the kernel alone reaches more.
