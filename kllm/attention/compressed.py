@@ -48,7 +48,7 @@ KEPT_BYTES = 1 << 24  # of a list that layers share in a step; longer ones are m
 
 
 @dataclass(frozen=True, slots=True)
-class _Segment:
+class _Windows:
     """The window of all tokens of a step's chunks."""
 
     keys: Tensor  # [n, D]
@@ -93,7 +93,7 @@ def attend(
     if count < len(q) or (kind and sharded_context(ctx)):  # all ranks exchange sharded entries
         # What later steps will read, rounded alike: results do not depend on the chunk size.
         keys = ctx.pool.unpack(WINDOW, stored)
-        seen = _Segment(keys, window_lists(ctx, length, window), count)
+        seen = _Windows(keys, window_lists(ctx, length, window), count)
         if kind and ring_context(ctx):
             out.put(slice(None), _attend_travelling_entries(ctx, layer, q, seen, sink, kind, index))
         else:
@@ -127,7 +127,7 @@ def _attend_prompts(
     ctx: ForwardContext,
     layer: int,
     q: Tensor,
-    near: _Segment,
+    near: _Windows,
     sink: Tensor,
     kind: Compression | None,
     index: IndexQuery | None,
@@ -224,7 +224,7 @@ def _attend_travelling_entries(
     ctx: ForwardContext,
     layer: int,
     q: Tensor,
-    near: _Segment,
+    near: _Windows,
     sink: Tensor,
     kind: Compression,
     index: IndexQuery | None,

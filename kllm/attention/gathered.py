@@ -116,7 +116,7 @@ def _order(ctx: ForwardContext, ratio: int, block: int, device: torch.device) ->
         ranks = stripes.rank_of(first)
         parts = np.array([rank * block + part.start for rank, part in enumerate(piece.parts)])
         starts.append(parts[ranks] + stripes.local(first))
-    # A stripe is in one piece wherever it is.
+    # The entries of a stripe stand side by side on the rank that holds it.
     within = torch.arange(stripes.tokens, device=device)
     places = to_device(np.concatenate(starts), device).unsqueeze(1) + within
     counts, filled = [piece.end // ratio for piece in shards.pieces], 0

@@ -8,9 +8,9 @@ and one rotary key that all heads share. Attention has two forms with equal resu
 * expanded: keys and values of every head are made from the entries.
 
 Requests that run one token (decodes) are always absorbed, as tensors whose shapes depend on the
-batch only, so that a CUDA graph can hold them. Longer ones (chunks) go one by one, in the form
-that costs less, in blocks that bound the work space. Prompts that context-parallel ranks share
-are chunks too, unless they run as a ring (`kllm.attention.mla_ring`).
+batch only, so that a CUDA graph can hold them. Longer ones (chunks) go prompt by prompt, in the
+form that costs less, in blocks that bound the work space. So do the stretches of a prompt that
+context-parallel ranks share, unless they run as a ring (`kllm.attention.mla_ring`).
 
 Sources: DeepSeek-V2 (MLA), DeepSeek-V3.2 (DSA); layers that reuse the selection of another
 layer: GLM-5.2 model card.

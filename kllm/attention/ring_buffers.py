@@ -40,8 +40,8 @@ class NearRows:
     source: Tensor | None  # [n] int64 tokens that this rank sends, S = ranks * n; None: no group
     kept: Tensor | None  # [N] int64 which of the rows stay in the ring; None: the step's own
     slots: Tensor  # [N] int64 ring slots of these
-    begins: tuple[int, ...]  # of each chunk the oldest position that is there,
-    places: tuple[NDArray[np.int64], ...]  # and where its rows from there to the chunk's end stand
+    begins: tuple[int, ...]  # of each chunk the oldest position that it may read
+    places: tuple[NDArray[np.int64], ...]  # of each chunk where its rows from there on stand
 
 
 @once_a_step
@@ -50,8 +50,8 @@ def near_rows(ctx: ForwardContext, length: int, reach: int, ratio: int = 1) -> N
 
     Args:
         length: rows a ring.
-        reach: how many rows a chunk needs before its first one, or rather before the group of
-        ratio: so many tokens that this one lies in.
+        reach: rows that a chunk needs before the group of tokens that its first one lies in.
+        ratio: tokens a group.
     """
     found, device = chunks(ctx), ctx.positions.device
     if ctx.sequence is None and not found:
