@@ -35,8 +35,8 @@ class _Mirror:
         return news
 
 
-class Listeners(Protocol):
-    """Ranks that have their KV memory."""
+class RankCaller(Protocol):
+    """Reaches ranks that have their KV memory."""
 
     def call(self, messages: Sequence[Step]) -> list[Sampled]:
         """Send each of them its message; their answers."""
@@ -48,13 +48,15 @@ class RankSteps:
     `run_s` is the time that the slowest rank took for its share of the last step.
 
     Args:
-        numbers: of the ranks that listen; None: all of the layout. A plan is for each group of
-            these.
+        ranks: reaches them.
+        stripes: how prompts are dealt to the cp ranks; None without context parallelism.
+        numbers: of the ranks that `ranks` reaches; None: all of the layout. `execute` takes a
+            plan for each group that has some of them.
     """
 
     def __init__(
         self,
-        ranks: Listeners,
+        ranks: RankCaller,
         layout: ParallelConfig,
         stripes: Stripes | None,
         numbers: Sequence[int] | None = None,
