@@ -19,7 +19,7 @@ from kllm.bench.fidelity_mooncake import Mooncake
 from kllm.bench.fidelity_nixl import Nixl
 from kllm.bench.fidelity_pair import Open, seconds_between
 from kllm.bench.record import Record
-from kllm.errors import KllmError, WorkerError, one_line
+from kllm.errors import DependencyError, KllmError, one_line
 from kllm.hardware.links import in_processes, seconds_of_call
 
 MOST_BYTES = {"cuda": 2 << 30, "cpu": 16 << 20}  # of a buffer; more of them take as much longer
@@ -135,6 +135,7 @@ def measure_libraries(
     Args:
         kind: "cuda" or "cpu".
         sizes: what, to its bytes; cut to MOST_BYTES.
+        ways: that are tried one after the other.
 
     Returns:
         What was moved, and a sentence for each library and reason that something was not.
@@ -147,7 +148,7 @@ def measure_libraries(
             continue
         try:
             if find_spec(way.module) is None:
-                raise WorkerError(
+                raise DependencyError(
                     f"no module {way.module} is installed (pip install {way.package})"
                 )
             found = seconds_between(way.open_end, kind, list(wanted.values()))
