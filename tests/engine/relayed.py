@@ -22,13 +22,13 @@ LENGTHS = (5, 90, 33, 1, 18)  # tokens of the prompts
 
 
 @dataclass(frozen=True)
-class Answers:
+class GreedyAnswers:
     """Greedy tokens of each request, and the log probability of each token."""
 
     tokens: list[list[int]]
     logprobs: list[torch.Tensor]
 
-    def difference(self, other: "Answers") -> float:
+    def difference(self, other: "GreedyAnswers") -> float:
         """Largest difference of a log probability of the same tokens."""
         assert self.tokens == other.tokens
         pairs = zip(self.logprobs, other.logprobs, strict=True)
@@ -87,7 +87,7 @@ def staged_config(preset: str, device: str, pp: int, *, graphs: bool) -> EngineC
     )
 
 
-def one_rank_eager(preset: str, device: str) -> Answers:
+def one_rank_eager(preset: str, device: str) -> GreedyAnswers:
     """What the same model answers without stages and graphs."""
     engine = Engine(staged_config(preset, device, 1, graphs=False))
     try:
@@ -111,7 +111,7 @@ def check_relayed_stages(preset: str, device: str, pp: int, atol: float) -> None
     assert found.difference(one_rank_eager(preset, device)) <= atol
 
 
-def serve(engine: Engine) -> Answers:
+def serve(engine: Engine) -> GreedyAnswers:
     """Requests that start and end at different steps."""
     generator = torch.Generator().manual_seed(3)
     params = SamplingParams(temperature=0.0, ignore_eos=True, logprobs=0)
@@ -125,4 +125,4 @@ def serve(engine: Engine) -> Answers:
     while engine.has_work:
         engine.step()
     logprobs = [torch.tensor([entry.logprob for entry in r.logprobs]) for r in requests]
-    return Answers([request.output_ids for request in requests], logprobs)
+    return GreedyAnswers([request.output_ids for request in requests], logprobs)

@@ -42,9 +42,7 @@ REPLAYED = ((1, 1), (4, 1), (37, 64), (256, 1), (3, 3))  # sizes of captured dec
 
 
 @pytest.fixture(scope="module", autouse=True)
-def two_gpus() -> Iterator[None]:
-    if torch.cuda.device_count() < RANKS:
-        pytest.skip("fewer than two GPUs")
+def checked_deep_ep(two_gpus: None) -> Iterator[None]:
     why = expert_deep_ep.unusable()
     if why is not None:
         pytest.skip(why)
@@ -162,7 +160,7 @@ def give_back(rank: int, ranks: int, device: torch.device) -> list[tuple[float, 
 
 
 @pytest.fixture(scope="module")
-def compared(two_gpus: None) -> list[float]:
+def compared(checked_deep_ep: None) -> list[float]:
     found: list[float] = in_processes("cuda", RANKS, compare)
     return found
 

@@ -46,12 +46,9 @@ def test_stages_on_one_gpu_answer_like_one_rank_without_graphs(
 
 
 @pytest.mark.multi_gpu
+@pytest.mark.usefixtures("two_gpus")
 @pytest.mark.parametrize("preset", PRESETS)
-def test_stages_on_two_gpus_answer_like_one_rank_without_graphs(
-    cuda: torch.device, preset: str
-) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("one GPU")
+def test_stages_on_two_gpus_answer_like_one_rank_without_graphs(preset: str) -> None:
     engine = Engine(staged_config(preset, "cuda", 2, graphs=True))  # a process for each stage
     try:
         found = serve(engine)
