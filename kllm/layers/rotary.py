@@ -7,7 +7,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from kllm.attention.context import ForwardContext
+from kllm.attention.context import ForwardContext, once_a_step
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,10 +80,12 @@ class Rotary:
 
     def tables(self, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
         """`cos_sin` of the step's positions, computed once a step."""
-        found = ctx.shared.get(f"rope {self}")
-        if found is None:
-            found = ctx.shared[f"rope {self}"] = self.cos_sin(ctx.positions)
-        return found
+        return _tables(ctx, self)
+
+
+@once_a_step
+def _tables(ctx: ForwardContext, rotary: Rotary) -> tuple[Tensor, Tensor]:
+    return rotary.cos_sin(ctx.positions)
 
 
 @cache

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from kllm import kernels
 from kllm.attention.compressed import attend
 from kllm.attention.compressor import Compression, finished_groups, pool_step
-from kllm.attention.context import ForwardContext
+from kllm.attention.context import ForwardContext, once_a_step
 from kllm.attention.gathered import store_entries
 from kllm.attention.indexing import IndexQuery
 from kllm.layers.experts import ExpertRanks, RoutedExperts
@@ -55,18 +55,16 @@ class Compressor(nn.Module):
         pooled = pool_step(ctx, layer, self.kind, rows)
         entries = pooled.unsqueeze(1)  # [G, 1, dim]
         if len(pooled):  # some token ends a group
-            entries = rotate_last(self.norm(pooled), self._tables(ctx)).unsqueeze(1)
+            tables = _group_tables(ctx, self.rotary, ratio)
+            entries = rotate_last(self.norm(pooled), tables).unsqueeze(1)
         slots = finished_groups(ctx, ratio).slots
         store_entries(ctx, self.kind.state, layer, slots, entries, ratio)
 
-    def _tables(self, ctx: ForwardContext) -> tuple[Tensor, Tensor]:
-        """Cosines and sines of the finished groups, the same in all layers of a step."""
-        ratio = self.kind.ratio
-        key = f"rope {self.rotary} groups {ratio}"
-        if key not in ctx.shared:
-            ctx.shared[key] = self.rotary.cos_sin(finished_groups(ctx, ratio).positions)
-        tables: tuple[Tensor, Tensor] = ctx.shared[key]
-        return tables
+
+@once_a_step
+def _group_tables(ctx: ForwardContext, rotary: Rotary, ratio: int) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of the finished groups of `ratio`."""
+    return rotary.cos_sin(finished_groups(ctx, ratio).positions)
 
 
 class Indexer(nn.Module):
