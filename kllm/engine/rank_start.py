@@ -8,6 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
@@ -18,6 +19,8 @@ from kllm.engine.rank_channel import PULSE, STEPS, Channel, identify, listen, ne
 from kllm.engine.rank_protocol import AUTHKEY, OBITUARY, ending
 from kllm.errors import CapacityError, WorkerError
 
+# torchrun's names for the place of a process among those of its machine.
+PLACE_VARIABLES = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
 MODULE = "kllm.engine.rank_process"
 START_S = 120.0  # until every rank must have called back
 SILENCE_S = 20.0  # a rank sends a sign of life every second
@@ -96,7 +99,7 @@ def start_here(world: int) -> tuple[list[RankLink], Nursery]:
                 "a local disk"
             ) from error
         with listener:
-            nursery = start_ranks(address, range(world), key)
+            nursery = start_ranks(address, range(world), key, without_place(os.environ))
             try:
                 return accept(listener, world, key, nursery), nursery
             except BaseException:
@@ -123,8 +126,19 @@ def check_host_memory(world: int, rank_bytes: int = 0) -> None:
         )
 
 
-def start_ranks(address: str, ranks: range, key: str) -> Nursery:
+def without_place(variables: Mapping[str, str]) -> dict[str, str]:
+    """Variables for ranks whose numbers say where they run.
+
+    A shell or a launcher may have set others: all ranks would then share one GPU.
+    """
+    return {name: value for name, value in variables.items() if name not in PLACE_VARIABLES}
+
+
+def start_ranks(address: str, ranks: range, key: str, variables: Mapping[str, str]) -> Nursery:
     """Start a process that becomes these ranks, which will call `address`.
+
+    Args:
+        variables: its environment; PLACE_VARIABLES among them are taken for torchrun's.
 
     Raises:
         WorkerError: when it cannot be started.
@@ -136,7 +150,7 @@ def start_ranks(address: str, ranks: range, key: str) -> Nursery:
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env={**os.environ, AUTHKEY: key},
+            env={**variables, AUTHKEY: key},
             process_group=0,  # a Ctrl-C of the terminal is for the engine's process alone
         )
     except OSError as error:

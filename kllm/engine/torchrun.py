@@ -59,7 +59,7 @@ def pool() -> RankPool:
     key = new_key()
     with listen((host, 0), backlog=2 * world) as listener:
         address = f"{host}:{listener.getsockname()[1]}"
-        nursery = start_ranks(address, range(1), key)
+        nursery = start_ranks(address, range(1), key, os.environ)
         _store().set(CALL, f"{address} {key}")
         try:
             links = accept(listener, world, key, nursery)

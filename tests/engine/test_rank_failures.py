@@ -52,6 +52,21 @@ def pool() -> Iterator[RankPool]:
         yield ranks
 
 
+def test_ranks_are_not_told_the_place_of_the_process_that_starts_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only torchrun's ranks have one: all others would share one GPU."""
+    monkeypatch.setenv("LOCAL_RANK", "5")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "7")
+    monkeypatch.setenv("KLLM_STEP_TIMEOUT_S", "77")
+    with launch(2) as pool:
+        for process in processes(pool):
+            variables = process.environ()
+            assert not variables.keys() & {"LOCAL_RANK", "LOCAL_WORLD_SIZE"}
+            assert variables["KLLM_STEP_TIMEOUT_S"] == "77"
+        assert len(processes(pool)) == 2
+
+
 @pytest.mark.parametrize("after_s", [0.0, 0.2], ids=["at once", "in the midst of steps"])
 def test_a_killed_rank_ends_the_job(model: Path, pool: RankPool, after_s: float) -> None:
     running = engine(model, pool)

@@ -4,12 +4,35 @@ import os
 import socket
 import subprocess
 import sys
+from collections.abc import Mapping
 from contextlib import closing
 
 import pytest
 
+from kllm.engine import torchrun
+from kllm.errors import WorkerError
+
 SENTENCE = "What is the capital of France?"
 TIMEOUT_S = 240
+
+
+def test_the_first_process_gives_rank_0_its_place_on_the_machine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    place = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "3"}
+    job = {"MASTER_ADDR": "127.0.0.1", "WORLD_SIZE": "3"}
+    for name, value in (place | job).items():
+        monkeypatch.setenv(name, value)
+    given: dict[str, str] = {}
+
+    def start(address: str, ranks: range, key: str, variables: Mapping[str, str]) -> None:
+        given.update(variables)
+        raise WorkerError("enough")
+
+    monkeypatch.setattr(torchrun, "start_ranks", start)
+    with pytest.raises(WorkerError, match="enough"):
+        torchrun.pool()
+    assert place.items() <= given.items()
 
 
 def free_port() -> int:
