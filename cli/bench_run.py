@@ -1,7 +1,7 @@
 """What every bench command does: a config of its options, a run, and the result shown."""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -90,6 +90,13 @@ def chosen_workload(
     )
 
 
+def settled(config: "EngineConfig") -> "EngineConfig":
+    """The config with the scale that `auto` means now: what is free changes during a run."""
+    from kllm.models.load import resolve
+
+    return replace(config, scale=resolve(config).scale)
+
+
 def run_and_show(
     bench: "Bench", options: BenchOptions, config: "EngineConfig | None" = None
 ) -> None:
@@ -103,7 +110,7 @@ def run_and_show(
 
     with progress(bench.name) as hook:
         context = Context(
-            config=config or options.config(),
+            config=config or settled(options.config()),
             repeats=options.repeats,
             seed=options.seed,
             progress=hook,

@@ -6,7 +6,6 @@ moment. It ends itself when its input closes, and the kernel ends it when the tu
 """
 
 import ctypes
-import gc
 import os
 import queue
 import resource
@@ -30,6 +29,7 @@ from kllm.engine.engine import Engine
 from kllm.engine.rank_groups import sliced_groups
 from kllm.engine.rank_pool import RankPool, launch
 from kllm.errors import CapacityError, KllmError
+from kllm.hardware import release_memory
 from kllm.models.base import CausalLM, Groups
 from kllm.models.load import load_model, resolve
 from kllm.tuners import protocol
@@ -126,14 +126,7 @@ def main() -> None:
         limit_memory(request.memory_limit_bytes)
         outcome = measure(request, models, channel)
         channel.send(protocol.Done(outcome))
-        release_memory()
-
-
-def release_memory() -> None:
-    """Give back what the last engine held: the next one is sized by what is free."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
+        release_memory()  # the next engine is sized by what is free
 
 
 def protect() -> None:
@@ -168,7 +161,8 @@ def measure(request: protocol.Run, models: Models, channel: Channel) -> Outcome:
         built = time.monotonic()
         warm_up(engine, request.workload)
         warm = time.monotonic()
-        reset_peak_memory(request.config)
+        if not apart(request.config):
+            reset_peak_memory(request.config)
         channel.send(observer.started)
         run = run_workload(engine, request.workload, observer=observer)
     except CapacityError as error:

@@ -4,8 +4,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import product
 from typing import Any
 
-import torch
-
 from kllm.bench import ring_predictions as predicted
 from kllm.bench.prompt_time import Cost, RankTimes, critical_path
 from kllm.bench.record import Record
@@ -13,7 +11,7 @@ from kllm.bench.ring_arms import GIB, Arm
 from kllm.bench.ring_kernel import BlockShape, block_rates
 from kllm.bench.ring_predictions import Sweep
 from kllm.bench.shared_prompt import KINDS, SharedPrompt
-from kllm.hardware import ceilings
+from kllm.hardware import ceilings, release_memory
 from kllm.parallel.link import Link
 from kllm.parallel.overlap import ALL_GATHER, REPLICATED, RING
 from kllm.parallel.stripes import Stripes
@@ -61,8 +59,7 @@ def block_kernel(record: Record, sweep: Sweep, isl: int) -> None:
                 "chosen": "yes" if rate.chosen else "",
             }
             record.row("block kernel", row, {"tflops_per_s": "TFLOP/s", "of_matmul_pct": "%"})
-    if device.startswith("cuda"):
-        torch.cuda.empty_cache()  # prompts are fitted into the memory that is free
+    release_memory()  # prompts are fitted into the memory that is free
 
 
 def mark(

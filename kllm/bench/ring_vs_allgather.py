@@ -31,7 +31,7 @@ from kllm.bench.timing import Failed, attempt
 from kllm.config import EngineConfig
 from kllm.engine.rank_pool import RankPool, launch
 from kllm.errors import CapacityError, ConfigError
-from kllm.hardware import ceilings
+from kllm.hardware import ceilings, release_memory
 from kllm.models.load import ResolvedModel, resolve
 from kllm.models.shape import model_shape
 from kllm.parallel.link import Link, parse_link
@@ -113,6 +113,7 @@ class RingVsAllGatherBench:
         with nullcontext() if sliced else launch(max(self.cps)) as pool:
             for config in self._layouts(ctx.config):
                 self._layout(ctx, record, config, pool)
+                release_memory()  # the next scale is chosen by what is free
 
     def _layouts(self, config: EngineConfig) -> Iterator[EngineConfig]:
         """A config of each layout and step length, valid until the next one is asked for."""

@@ -12,6 +12,7 @@ from typing import TypeVar
 import torch
 
 from kllm.errors import CapacityError
+from kllm.hardware import release_memory
 from kllm.hardware.links import gpu_event
 
 T = TypeVar("T")
@@ -47,8 +48,7 @@ def attempt(action: Callable[[], T]) -> T | Failed:
         reason = out_of_memory(error)
         if not reason:
             raise
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # the failed point's blocks would count against the next one
+    release_memory()  # the failed point's blocks would count against the next one
     return Failed(reason)
 
 

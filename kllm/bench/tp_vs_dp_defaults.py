@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
@@ -72,12 +73,12 @@ def setup_for(config: EngineConfig, *, world: int, fidelity: str, repeats: int) 
         raise ConfigError(f"unknown fidelity '{fidelity}'; known: {', '.join(FIDELITIES)}")
     kind = torch.device(resolve(replace(config, scale="tiny", load="random")).device).type
     world = world or (_SMALL if kind == "cpu" else _LARGE).world
-    resolved = resolve(replace(config, parallel=layout_of("dp", world)))
-    small = is_small(resolved.scale, resolved.device)
-    chosen: Fidelity = "real"
+    chosen: Literal["real", "rank-slice"] = "real"
     enough = kind == "cpu" or torch.cuda.device_count() >= world
     if fidelity == "rank-slice" or (fidelity == "auto" and not enough):
         chosen = "rank-slice"
+    resolved = resolve(replace(config, parallel=layout_of("dp", world), fidelity=chosen))
+    small = is_small(resolved.scale, resolved.device)
     return Setup(
         world=world,
         scale=resolved.scale,

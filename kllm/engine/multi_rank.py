@@ -17,6 +17,7 @@ from kllm.engine.rank_protocol import Allocate, Build, Join, Release, Settle
 from kllm.engine.rank_start import check_host_memory
 from kllm.engine.rank_steps import RankSteps
 from kllm.errors import CapacityError, ConfigError
+from kllm.hardware import release_memory
 from kllm.models.load import ResolvedModel, rank_bytes
 from kllm.parallel.distributed import host_store
 from kllm.parallel.layout import place
@@ -41,6 +42,7 @@ class MultiRankExecutor:
         self, config: EngineConfig, resolved: ResolvedModel, pool: RankPool | None = None
     ) -> None:
         self._layout = layout = config.parallel
+        release_memory()  # the ranks' processes need what this one has left on their devices
         _check_devices(config, resolved)
         if pool is None and torchrun.launched():
             pool = torchrun.pool()

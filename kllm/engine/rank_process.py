@@ -46,6 +46,7 @@ from kllm.engine.rank_protocol import (
     Step,
     ending,
 )
+from kllm.hardware import release_memory
 from kllm.models.base import Groups
 from kllm.models.load import ResolvedModel, resolve
 from kllm.parallel import distributed, expert_deep_ep
@@ -130,13 +131,10 @@ class RankServer:
         if self._rank is not None:
             self._rank.close()
         self._rank = self._steps = self._groups = None
-        on_gpu: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        if on_gpu:
-            gc.collect()  # NCCL does not leave a group while a graph that has its calls is alive
+        release_memory()  # NCCL does not leave a group while a graph that has its calls is alive
         expert_deep_ep.release()
         distributed.disconnect()
-        if on_gpu:
-            torch.cuda.empty_cache()  # another process may want this device's memory
+        release_memory()  # of the groups
 
 
 def serve(address: Address, key: str, number: int, processes: int) -> NoReturn:

@@ -1,7 +1,16 @@
 """What this machine has, and the ceilings measured on it."""
 
-from kllm.hardware.machine import Gpu, Library, Machine, detect, fingerprint, sm_clocks_mhz
+from kllm.hardware.machine import (
+    Gpu,
+    Library,
+    Machine,
+    detect,
+    fingerprint,
+    free_gpu_bytes,
+    sm_clocks_mhz,
+)
 from kllm.hardware.measured import Ceilings, cached_ceilings, ceilings, measure_ceilings
+from kllm.hardware.memory import release_memory
 
 __all__ = [
     "Ceilings",
@@ -12,6 +21,8 @@ __all__ = [
     "ceilings",
     "detect",
     "fingerprint",
+    "free_gpu_bytes",
     "measure_ceilings",
+    "release_memory",
     "sm_clocks_mhz",
 ]

@@ -152,25 +152,37 @@ def sm_clocks_mhz() -> tuple[float, ...]:
     return tuple(value for row in _smi("clocks.sm") if (value := _number(row[0])) is not None)
 
 
+def free_gpu_bytes() -> tuple[int | None, ...]:
+    """Free memory of every GPU at this moment, in torch's order; None where it cannot be read.
+
+    The driver is asked: CUDA would put a context of this process on each device for an answer,
+    hundreds of megabytes that stay as long as the process.
+    """
+    free = [_number(row[0]) if row else None for _, row in _smi_by_gpu("memory.free")]
+    return tuple(None if mib is None else int(mib) << 20 for mib in free)
+
+
 def _gpus() -> tuple[Gpu, ...]:
-    if not torch.cuda.is_available():
-        return ()
-    # CUDA_VISIBLE_DEVICES may hide or reorder devices: the UUID joins the two lists.
-    rows = {row[0]: row for row in _smi("uuid", "driver_version", "clocks.max.sm")}
-    found = []
-    for index in range(torch.cuda.device_count()):
-        about = torch.cuda.get_device_properties(index)
-        row = rows.get(f"GPU-{about.uuid}")
-        found.append(
-            Gpu(
-                name=about.name,
-                memory_bytes=about.total_memory,
-                driver=row[1] if row else None,
-                max_sm_clock_mhz=_number(row[2]) if row else None,
-                capability=(about.major, about.minor),
-            )
+    return tuple(
+        Gpu(
+            name=about.name,
+            memory_bytes=about.total_memory,
+            driver=row[0] if row else None,
+            max_sm_clock_mhz=_number(row[1]) if row else None,
+            capability=(about.major, about.minor),
         )
-    return tuple(found)
+        for about, row in _smi_by_gpu("driver_version", "clocks.max.sm")
+    )
+
+
+def _smi_by_gpu(*fields: str) -> list[tuple[Any, list[str] | None]]:
+    """(torch's properties, the fields or None) of every GPU in torch's order."""
+    if not torch.cuda.is_available():
+        return []
+    # CUDA_VISIBLE_DEVICES may hide or reorder devices: the UUID joins the two lists.
+    rows = {row[0]: row[1:] for row in _smi("uuid", *fields)}
+    every = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return [(about, rows.get(f"GPU-{about.uuid}")) for about in every]
 
 
 def _smi(*fields: str) -> list[list[str]]:

@@ -25,6 +25,7 @@ from kllm import env
 from kllm.errors import DataError
 from kllm.hardware.links import LinkCeilings, gpu_event, measure_links
 from kllm.hardware.machine import detect, fingerprint
+from kllm.hardware.memory import release_memory
 
 VERSION = 2  # of the cached file; raise it when a measurement changes its meaning
 # Buffers have to be far larger than the last cache level; a matrix large enough that its edges
@@ -117,6 +118,7 @@ def measure_ceilings(device: str) -> Ceilings:
     rates = {name: _matmul_rate(target, name, side) for name in _dtypes(target)}
     one = torch.zeros(1, device=target)
     launch = _seconds(lambda: one.add_(1), target, inner=200)
+    release_memory()  # other processes run next: those of the links, workers, ranks
     links = measure_links() if gpu and torch.cuda.device_count() > 1 else None
     return Ceilings(
         device=target.type,

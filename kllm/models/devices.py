@@ -3,6 +3,7 @@
 import psutil
 import torch
 
+from kllm import hardware
 from kllm.errors import CapacityError, ConfigError
 
 # A CPU engine shares its memory with everything else on the machine, and touches all of it at
@@ -48,6 +49,25 @@ def free_bytes(device: torch.device) -> int:
         held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(free + held)
     return int(psutil.virtual_memory().available)
+
+
+def free_on_ranks(device: torch.device, ranks: int) -> int:
+    """Memory that each of `ranks` ranks of this machine can take, one on each GPU from the first.
+
+    That of the fullest of their GPUs, or an equal part of what is free for ranks on a CPU. Of
+    ranks on other machines nothing is known here.
+
+    Args:
+        device: of this process, the first rank's.
+    """
+    free = free_bytes(device)
+    if ranks == 1:
+        return free
+    if device.type != "cuda":
+        return free // ranks
+    # Of its own device this process knows better: what it holds and does not use is free.
+    others = hardware.free_gpu_bytes()[1:ranks]
+    return min([free, *(there for there in others if there is not None)])
 
 
 def kv_share(device: torch.device, fraction: float, reserved: int) -> float:

@@ -22,7 +22,13 @@ from kllm.models.base import (
     Groups,
     default_device_and_dtype,
 )
-from kllm.models.devices import choose_device, choose_dtype, fit_threads, free_bytes
+from kllm.models.devices import (
+    choose_device,
+    choose_dtype,
+    fit_threads,
+    free_bytes,
+    free_on_ranks,
+)
 from kllm.models.gguf import GGUFFile, packaged_smollm2
 from kllm.models.random import fill_random
 from kllm.models.shape import collect_weights
@@ -82,7 +88,8 @@ def resolve(config: EngineConfig) -> ResolvedModel:
         )
     scale = config.scale
     if scale == "auto":
-        budget = WEIGHT_SHARE * free_bytes(device)
+        ranks_here = config.parallel.world if config.fidelity == "real" else 1
+        budget = WEIGHT_SHARE * free_on_ranks(device, ranks_here)
         scale = "full" if path else largest_scale(family, full, config.parallel, dtype, budget)
     tokenizer = path
     if path is None and scale != "tiny" and (file := Path(config.model).expanduser()).exists():

@@ -12,9 +12,12 @@ from kllm import hardware
 from kllm.cli.bench import bench_app
 from kllm.cli.bench_output import fit, series_table
 from kllm.cli.bench_progress import progress
+from kllm.cli.bench_run import settled
 from kllm.cli.doctor import advice, doctor
+from kllm.config import EngineConfig
 from kllm.errors import KllmError
 from kllm.hardware.links import LinkCeilings
+from kllm.models.load import resolve
 from kllm.results.schema import Series
 
 CEILINGS = hardware.Ceilings(
@@ -30,6 +33,16 @@ def run(*args: str) -> str:
     result = CliRunner().invoke(bench_app, args, catch_exceptions=False)
     assert result.exit_code == 0
     return result.stdout
+
+
+def test_a_run_keeps_the_scale_that_fitted_at_its_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    free = [1 << 40]
+    monkeypatch.setattr("kllm.models.devices.free_bytes", lambda device: free[0])
+    config = EngineConfig(model="llama-3-8b", device="cpu")
+    kept = settled(config)
+    free[0] = 1
+    assert resolve(config).scale == "tiny"
+    assert resolve(kept).scale == "full"
 
 
 def test_columns_that_are_alike_in_all_rows_move_to_the_heading() -> None:
