@@ -24,6 +24,11 @@ SPARE_TOKENS = 256
 ProgressHook = Callable[[str, int, int], None]  # what is measured, points done, points in all
 
 
+def warming_up(what: str) -> str:
+    """What is told of a warm-up: it is where the first run of a machine waits, for a minute."""
+    return f"{what}: warming up, kernels may be compiled now"
+
+
 def no_progress(what: str, done: int, total: int) -> None:
     """The hook of a run that nobody watches."""
 

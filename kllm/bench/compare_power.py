@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from kllm.bench.base import Context
+from kllm.bench.base import Context, warming_up
 from kllm.bench.record import Record
 from kllm.bench.serve_loop import ServingEngine, StepResult, run_workload, warm_up
 from kllm.bench.timing import interleave
@@ -121,6 +121,7 @@ class ComparePowerBench:
         )
         total = self.pairs + self.tries
         with ctx.engine(max_batch=self.batch, max_tokens=load.max_tokens) as engine:
+            ctx.progress(warming_up("engine"), 0, total)
             warm_up(engine, load)
             slow = SlowedEngine(engine, self.slowdown)
             for number in range(total):

@@ -6,7 +6,6 @@ both. Without a second device the slice is compared with the cost model (`modell
 """
 
 import contextlib
-import gc
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from kllm.bench.base import Context
+from kllm.bench.base import Context, warming_up
 from kllm.bench.fidelity_findings import (
     MODEL_OF_SLICE,
     SLICE_OF_REAL,
@@ -34,7 +33,7 @@ from kllm.bench.record import Record
 from kllm.bench.timing import interleave
 from kllm.config import EngineConfig, ParallelConfig
 from kllm.errors import CapacityError, ConfigError, KllmError, one_line
-from kllm.hardware import Ceilings, ceilings
+from kllm.hardware import Ceilings, ceilings, release_memory
 from kllm.models.devices import free_bytes
 from kllm.models.load import ResolvedModel, largest_scale, rank_bytes, resolve
 from kllm.parallel import expert_deep_ep
@@ -147,7 +146,6 @@ class FidelityBench:
         ctx.progress("link", 0, len(self._layouts))
         # One GPU has no link to measure: its slices use the one that the config names.
         found = ceilings(resolved.device, links=SLICE_OF_REAL in self.pairs)
-        _free()
         record.notes += conditions(ctx.config.link, found, kind, self.pairs)
         if expert_deep_ep.installed() and not self.layouts:
             record.notes.append(
@@ -193,7 +191,7 @@ class FidelityBench:
             self._failed(record, layout, one_line(error))
             return
         finally:
-            _free()
+            release_memory()
         name = short_name(layout).replace(" ", "-")
         for fidelity, series in values.items():
             for what, repeats in series.items():
@@ -219,13 +217,13 @@ class FidelityBench:
         if len(wanted) == 2 and holds_both(ctx.config, layout):
             with contextlib.suppress(CapacityError, torch.OutOfMemoryError):
                 return self._run(ctx, layout, wanted, ranks)
-            _free()  # they fit one after the other, perhaps
+            release_memory()  # they fit one after the other, perhaps
         values: dict[Fidelity, Values] = {}
         pool_tokens = 0
         for fidelity in wanted:
             found, pool_tokens = self._run(ctx, layout, [fidelity], ranks)
             values |= found
-            _free()
+            release_memory()
         return values, pool_tokens
 
     def _run(
@@ -234,11 +232,21 @@ class FidelityBench:
         layout: ParallelConfig,
         wanted: Sequence[Literal["real", "rank-slice"]],
         ranks: Ranks,
+        what: str = "",
     ) -> tuple[dict[Fidelity, Values], int]:
-        """Sides that lie in memory at the same time, taking turns."""
+        """Sides that lie in memory at the same time, taking turns.
+
+        Args:
+            what: to tell of it once all layouts are done; empty: the layout.
+        """
+        count = len(self._layouts)
+        at = (count if what else self._layouts.index(layout), count)
+        what = what or short_name(layout)
         with _open(ctx.config, layout, wanted, self.load, ranks) as sides:
+            ctx.progress(warming_up(what), *at)
             for side in sides.values():
                 side.warm_up(ctx.seed)
+            ctx.progress(what, *at)
             runs = interleave(
                 {name: _runner(side, ctx.seed) for name, side in sides.items()},
                 repeats=ctx.repeats,
@@ -276,11 +284,10 @@ class FidelityBench:
         for backend in EXPERT_BACKENDS:
             if self._late(begin_s):
                 return
-            ctx.progress(f"experts by {backend}", len(self._layouts), len(self._layouts))
             layout = ParallelConfig(dp=self.world, ep=self.world, ep_backend=backend)
             row: dict[str, Any] = {"backend": backend, "fidelity": "real"}
             try:
-                values, _ = self._run(ctx, layout, ["real"], ranks)
+                values, _ = self._run(ctx, layout, ["real"], ranks, f"experts by {backend}")
             except FAILURES as error:
                 record.row("expert exchange", row | {"state": "failed", "reason": one_line(error)})
                 continue
@@ -341,10 +348,3 @@ def _open(
 def _runner(side: Side, seed: int) -> Callable[[], Mapping[str, float]]:
     seeds = iter(range(seed + 1, seed + 1_000_000))  # both sides have the same prompts in a round
     return lambda: side.run(next(seeds))
-
-
-def _free() -> None:
-    """Give device memory that nobody uses any more to the other processes."""
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kllm.bench.base import Context, doubling
+from kllm.bench.base import Context, doubling, warming_up
 from kllm.bench.costmodel import CostModel
 from kllm.bench.record import Record
 from kllm.bench.serve_loop import ServingEngine, WorkloadRun, run_workload, warm_up
@@ -75,8 +75,7 @@ class LatencyBench:
         cost = CostModel.of(resolved, found)
         batches = sorted(set(self.batches))
         with ctx.engine(max_batch=batches[-1], max_tokens=self.isl + self.osl) as engine:
-            for done, batch in enumerate(batches):
-                ctx.progress(f"batch {batch}", done, len(batches))
+            for batch in batches:
                 floor = cost.decode_floor(batch, self.isl + self.osl // 2)
                 self._point(ctx, record, engine, batch, floor.seconds)
         record.notes.append(_floor_note(found, resolved.dtype))
@@ -97,7 +96,11 @@ class LatencyBench:
     def _repeats(
         self, ctx: Context, record: Record, engine: ServingEngine, batch: int
     ) -> list[_Repeat]:
+        batches = sorted(set(self.batches))
+        what, at = f"batch {batch}", (batches.index(batch), len(batches))
+        ctx.progress(warming_up(what), *at)
         warm_up(engine, self._load(batch, ctx.seed))
+        ctx.progress(what, *at)
         found = []
         for repeat in range(ctx.repeats):
             run = run_workload(engine, self._load(batch, ctx.seed + 1 + repeat))

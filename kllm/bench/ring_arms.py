@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from kllm.bench.base import warming_up
 from kllm.bench.prompt_time import Cost, Place, RankTimes, places, prompt_cost
 from kllm.bench.shared_prompt import SharedPrompt
 from kllm.bench.timing import Failed, attempt
@@ -105,7 +106,7 @@ class Arm:
                 continue
             early = self._early(prompt.chunk) if warm_up else []
             for place in (*early, self.places(prompt.chunk)[-1]):
-                tell(f"{self.kind} at {place.start} to warm up")
+                tell(warming_up(f"{self.kind} at {place.start}"))
                 self._step(prompt, place, None)
             if longest in self.isls:
                 return

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kllm.bench.base import Context
+from kllm.bench.base import Context, warming_up
 from kllm.bench.costmodel import CostModel
 from kllm.bench.record import Record
 from kllm.bench.serve_loop import ServingEngine, WorkloadRun, request_rows, run_workload, warm_up
@@ -58,8 +58,7 @@ class ThroughputBench:
         slots = max(load.concurrency or OPEN_LOOP_BATCH for load in self.loads)
         longest = max(load.max_tokens for load in self.loads)
         with ctx.engine(max_batch=slots, max_tokens=longest) as engine:
-            for done, load in enumerate(self.loads):
-                ctx.progress(label(load), done, len(self.loads))
+            for load in self.loads:
                 self._point(ctx, record, engine, load)
         self._check_ceilings(ctx, record)
         ctx.progress("done", len(self.loads), len(self.loads))
@@ -87,7 +86,10 @@ class ThroughputBench:
     def _repeats(
         self, ctx: Context, record: Record, engine: ServingEngine, load: Workload
     ) -> list[WorkloadRun]:
+        what, at = label(load), (self.loads.index(load), len(self.loads))
+        ctx.progress(warming_up(what), *at)
         warm_up(engine, load)
+        ctx.progress(what, *at)
         found = []
         for repeat in range(ctx.repeats):
             run = run_workload(engine, load)

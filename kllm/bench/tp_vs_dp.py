@@ -208,7 +208,7 @@ class TpVsDpBench:
         row["kv_full"] = "+".join(full)
         row["state"] = "ok" if found.both(point.key) else "failed"
         if row["state"] == "failed":
-            row["reason"] = found.failed.get(point.key, "the run ended before it")
+            row["reason"] = found.failed.get(point.key) or _unfinished(found, point)
         return row
 
     def _full_from(self, found: Found, side: Side, isl: int) -> int:
@@ -254,6 +254,13 @@ class TpVsDpBench:
         record.boundary = " ".join(bounds) or None
         if skew := analysis.skew_sentence(record.rows.get("skew", [])):
             record.notes.append(skew)
+
+
+def _unfinished(found: Found, point: Point) -> str:
+    """What to say of a load that was to come, or that one layout only had run."""
+    left = [side for side in SIDES if (side, point.key) not in found.served]
+    which = "it" if len(left) == len(SIDES) else f"{left[0]} had run it"
+    return f"the run ended before {which}"
 
 
 def _skew_rows(found: Found, points: Sequence[Point]) -> Iterator[dict[str, Any]]:

@@ -1,6 +1,5 @@
 """Serves the same loads with attention cut by heads and by requests, experts spread in both."""
 
-import gc
 import math
 import statistics
 import time
@@ -10,9 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
-import torch
-
-from kllm.bench.base import Context
+from kllm.bench.base import Context, warming_up
 from kllm.bench.record import Record
 from kllm.bench.serve_loop import Progress, WorkloadRun, run_workload
 from kllm.bench.timing import Failed, attempt
@@ -22,6 +19,7 @@ from kllm.config import EngineConfig, ParallelConfig
 from kllm.engine.engine import Engine
 from kllm.engine.memory import KVBudget
 from kllm.errors import CapacityError
+from kllm.hardware import release_memory
 from kllm.models.base import CausalLM
 
 Side = Literal["tp", "dp"]
@@ -86,6 +84,7 @@ class Found:
 
     served: dict[tuple[Side, str], list[Served]] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)  # key of a point: why it has no numbers
+    late: set[str] = field(default_factory=set)  # of these, the ones that there was no time for
     seconds: dict[tuple[Side, str], float] = field(default_factory=dict)
     budgets: dict[Side, KVBudget] = field(default_factory=dict)
 
@@ -154,9 +153,7 @@ class Runner:
             yield engine
         finally:
             engine.close()
-            gc.collect()  # a network has cycles, and the next one needs its memory
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            release_memory()  # the next network needs it
 
     def _config(self, side: Side) -> EngineConfig:
         ranks = self.world if side == "dp" else 1
@@ -179,9 +176,10 @@ class Runner:
         most = max(point.load.num_requests for point in self.points)
         count = math.ceil(most / self.world) if self.sliced and side == "dp" else most
         for isl in sorted({point.isl for point in self.points if point.isl}):
-            self.ctx.progress(f"warm up {side}, ISL {isl}", 0, len(self.points))
+            what = warming_up(f"{side}, ISL {isl}")
+            self.ctx.progress(what, 0, len(self.points))
             budget = engine.config.scheduler.token_budget
-            watch = partial(self._watch, f"warm up {side}, ISL {isl}", 0)
+            watch = partial(self._watch, what, 0)
             run = run_workload(engine, warm_load(count, isl, budget), observer=watch)
             if run.failure:
                 raise CapacityError(f"the loads do not fit the device: {run.failure}")
@@ -198,6 +196,7 @@ class Runner:
             return
         if reason := self._too_long(sides, point, spent_s):
             self.found.failed[point.key] = reason
+            self.found.late.add(point.key)
             return
         for repeat in range(self.ctx.repeats):
             for side in sides if repeat % 2 == 0 else sides[::-1]:
@@ -213,17 +212,30 @@ class Runner:
                 self._add(side, point, served)
 
     def _too_long(self, sides: Sequence[Side], point: Point, spent_s: float) -> str:
-        """Why a load of the sweep is left out, judged by the next lighter one of its prompts."""
-        limit = self.limit_s * len(sides)
+        """Why a load of the sweep is left out, judged by the heaviest lighter one that ran.
+
+        None that is heavier than one left out for its time is run.
+        """
+        limit_s = self.limit_s * len(sides)
         lighter = [p for p in self.points if p.isl == point.isl and p.in_flight < point.in_flight]
-        if not limit or not lighter:
+        if not limit_s or not lighter:
             return ""
-        last = lighter[-1]
-        seconds = sum(self.found.seconds.get((side, last.key), 0.0) for side in sides)
-        more = self.ctx.repeats * seconds * point.in_flight / last.in_flight
-        if spent_s + more <= limit:
+        for other in lighter:
+            if other.key in self.found.late:
+                return f"left out as {other.in_flight} in flight is; raise --limit for both"
+        seconds = self.found.seconds
+        ran = [p for p in lighter if all((side, p.key) in seconds for side in sides)]
+        more_s = 0.0
+        if ran:
+            last = max(ran, key=lambda p: p.in_flight)
+            once_s = sum(seconds[side, last.key] for side in sides)
+            more_s = self.ctx.repeats * once_s * point.in_flight / last.in_flight
+        if spent_s + more_s <= limit_s:
             return ""
-        return f"{more:.0f} s more would pass the limit of {limit:g} s; raise --limit for it"
+        return (
+            f"{'+'.join(sides)}: about {more_s:.0f} s more after {spent_s:.0f} s would pass the "
+            f"limit of {limit_s:g} s; raise --limit for it"
+        )
 
     def _serve(self, engine: Engine, side: Side, point: Point, watch: "partial[None]") -> Served:
         load = point.load

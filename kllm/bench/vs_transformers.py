@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kllm.bench.base import Context
+from kllm.bench.base import Context, warming_up
 from kllm.bench.record import Record
 from kllm.bench.serve_loop import ServingEngine
 from kllm.bench.timing import interleave, timed
@@ -76,8 +76,7 @@ class TransformersBench:
         engine = ctx.make_engine(config)
         record.notes.append(f"{torch.get_num_threads()} threads on both sides")
         try:
-            for done, case in enumerate(CASES):
-                ctx.progress(case.name, done, len(CASES))
+            for case in CASES:
                 self._case(ctx, record, case, engine, generate)
         finally:
             engine.close()
@@ -104,7 +103,12 @@ class TransformersBench:
             seconds = timed(lambda: made.update({THEIRS: generate(prompts, self.osl)}))
             return tokens / seconds
 
-        rates = interleave({THEIRS: theirs, OURS: ours}, repeats=ctx.repeats)
+        at = (CASES.index(case), len(CASES))
+        ctx.progress(warming_up(case.name), *at)
+        ours()
+        theirs()
+        ctx.progress(case.name, *at)
+        rates = interleave({THEIRS: theirs, OURS: ours}, repeats=ctx.repeats, warmup=0)
         for side, values in rates.items():
             for value in values:
                 name = f"{side}_output_tokens_per_s.{case.name}"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kllm.bench import throughput
-from kllm.bench.base import BENCHES, Context, doubling
+from kllm.bench.base import BENCHES, Bench, Context, doubling, warming_up
 from kllm.bench.compare_power import ComparePowerBench, SlowedEngine
 from kllm.bench.expert_balance_trace import Zipf
 from kllm.bench.latency import LatencyBench
@@ -58,6 +58,27 @@ def test_latency_records_every_repeat_and_compares_with_the_floor(tmp_path: Path
     assert len(result.metrics["step_ms.batch4"].values) == 3
     assert result.fidelity == "real"
     assert engine.closed
+
+
+@pytest.mark.parametrize(
+    ("bench", "name"),
+    [
+        (LatencyBench(batches=(1, 2), isl=4, osl=6), "batch {}"),
+        (ThroughputBench(loads=[parse(f"4:3:{n}", num_requests=2) for n in (1, 2)]), "4:3:{}"),
+    ],
+    ids=["latency", "throughput"],
+)
+def test_a_warm_up_is_told_apart_from_what_follows(bench: Bench, name: str, tmp_path: Path) -> None:
+    """It may take a minute where kernels are compiled."""
+    said: list[tuple[str, int, int]] = []
+    ctx = context(lambda: FakeEngine(Clock()))
+    run_bench(bench, replace(ctx, progress=lambda *state: said.append(state)), tmp_path)
+    first, second = name.format(1), name.format(2)
+    assert said == [
+        *((warming_up(first), 0, 2), (first, 0, 2)),
+        *((warming_up(second), 1, 2), (second, 1, 2)),
+        ("done", 2, 2),
+    ]
 
 
 def test_latency_marks_batches_that_do_not_fit_and_goes_on(tmp_path: Path) -> None:

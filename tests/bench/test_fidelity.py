@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from kllm.bench import fidelity, fidelity_transfer
-from kllm.bench.base import Context
+from kllm.bench.base import Context, warming_up
 from kllm.bench.fidelity import (
     FidelityBench,
     layouts_of,
@@ -65,7 +65,10 @@ def test_real_ranks_slice_and_model_are_compared_in_one_result(
         pairs=(SLICE_OF_REAL, MODEL_OF_SLICE),
         load=LOAD,
     )
-    result, _ = run_bench(bench, Context(config=TINY, repeats=2), tmp_path)
+    said: list[tuple[str, int, int]] = []
+    ctx = Context(config=TINY, repeats=2, progress=lambda *state: said.append(state))
+    result, _ = run_bench(bench, ctx, tmp_path)
+    assert (warming_up("dp2+ep2"), 1, 2) in said
     assert result.fidelity == "modelled", "the weakest of those inside"
     for estimate, truth in bench.pairs:
         failed, *good = rows_of(result, f"{estimate} of {truth}")

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kllm.bench import ring_arms, ring_rows
-from kllm.bench.base import Context
+from kllm.bench.base import Context, warming_up
 from kllm.bench.prompt_time import Place
 from kllm.bench.record import Record, Subject
 from kllm.bench.ring_arms import Arm, arms_of
@@ -257,10 +257,10 @@ def test_the_largest_step_runs_before_a_round_is_measured() -> None:
     for warm_up in (True, False):
         said: list[str] = []
         arm.run(short, {"a": None, "b": None}, said.append, warm_up=warm_up)
-        before = [what for what in said if what.endswith("to warm up")]
-        assert before[-1] == "ring at 3840 to warm up"
+        before = [what for what in said if "warming up" in what]
+        assert before[-1] == warming_up("ring at 3840")
         assert said[: len(before)] == before
-        assert warm_up == (before[0] == "ring at 0 to warm up")
+        assert warm_up == (before[0] == warming_up("ring at 0"))
         counts.append(len(said))
     assert sum(counts) == arm.steps(256, 2, 2)
 

@@ -1,5 +1,7 @@
 """The bench on tiny models: pools really filled, both layouts sliced and with real processes."""
 
+import gc
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kllm.bench.base import Context
+from kllm.bench import tp_vs_dp
+from kllm.bench.base import Context, warming_up
 from kllm.bench.run import run_bench
 from kllm.bench.serve_loop import run_workload
 from kllm.bench.tp_vs_dp import TpVsDpBench
@@ -173,6 +176,7 @@ def test_the_claims_stand_beside_what_was_measured(sliced: Any) -> None:
     assert "kv_capacity_ratio" not in result.metrics
     assert seen[-1][0] == "done"
     assert any("requests" in what for what, _, _ in seen)
+    assert any(what.startswith(warming_up("dp, ISL 40")) for what, _, _ in seen)
 
 
 def test_layouts_that_do_not_fit_together_run_one_after_the_other(
@@ -213,6 +217,36 @@ def test_real_processes_serve_both_layouts_in_turns(tmp_path: Path) -> None:
     assert [row["state"] for row in rows_of(result, "sweep:ISL 16")] == ["ok", "ok"]
     assert ("dp", "count") not in [(r["layout"], r["placed_by"]) for r in rows_of(result, "skew")]
     assert rows_of(result, "claims")[-1]["fidelity"] == "real"
+
+
+def test_real_ranks_start_where_nothing_is_left_of_the_filled_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its network lies on the device of rank 0, which may not hold two."""
+    filled: list[weakref.ref[Any]] = []
+    alive: list[int] = []
+
+    def watched(config: EngineConfig) -> Any:
+        found, model = fill(config)
+        model.itself = model  # type: ignore[assignment]  # a cycle, which only a collection ends
+        filled.append(weakref.ref(model))
+        return found, model
+
+    def start(world: int) -> Any:
+        alive.append(sum(model() is not None for model in filled))
+        raise CapacityError("enough")
+
+    monkeypatch.setattr(tp_vs_dp, "fill", watched)
+    monkeypatch.setattr("kllm.engine.multi_rank.launch", start)
+    gc.disable()
+    try:
+        ctx = Context(config=replace(TINY, fidelity="real"), repeats=1)
+        with pytest.raises(CapacityError, match="enough"):
+            run_bench(TpVsDpBench(**SIZES), ctx, tmp_path)
+    finally:
+        gc.enable()
+    assert len(filled) == 2
+    assert alive == [0]
 
 
 @pytest.mark.parametrize(
