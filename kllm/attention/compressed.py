@@ -44,7 +44,7 @@ from kllm.attention.workspace import Rows, row_blocks
 from kllm.kernels import SoftmaxState
 
 WINDOW = "window"  # the ring state of the newest keys
-KEPT_BYTES = 1 << 24  # of a list that layers share in a step; longer ones are made in each layer
+KEPT_BYTES = 1 << 24  # of the lists of one ratio that layers share; others are made in each layer
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,13 +179,14 @@ class _Entries:
     ) -> tuple[Tensor, Tensor]:
         """What some tokens of the request attend to: a segment for `kernels.sparse_attention`.
 
-        Where that is all they see, layers share the list if it has at most `KEPT_BYTES`.
+        Where that is all they see, layers share the list if lists as wide as this one, for all
+        tokens of the step, have at most `KEPT_BYTES`.
         """
         count = tokens_seen(runs, rows.stop - 1) // self.ratio
         if index and self.keys is not None and count > index.topk:
             visible = visible_entries(ctx, self.ratio, rows.start, rows.stop)
             return self.values, best_entries(index, rows, self.keys[:count], visible)
-        kept = 4 * count * (rows.stop - rows.start) <= KEPT_BYTES
+        kept = 4 * count * ctx.num_tokens <= KEPT_BYTES
         find = _list_once if kept else _list_visible
         return self.values, find(ctx, self.ratio, rows.start, rows.stop, count)
 
