@@ -20,7 +20,7 @@ from kllm.engine.pipeline import SlicedStage, StageModel, run_stages
 from kllm.engine.profile import activation_bytes
 from kllm.engine.step import MicroStep, RankOutcome
 from kllm.models.base import CausalLM, Groups
-from kllm.models.devices import fit_threads, free_bytes
+from kllm.models.devices import free_bytes
 from kllm.models.load import ResolvedModel, load_model
 from kllm.parallel.emulated import EmulatedComm
 from kllm.parallel.expert_backends import capturable
@@ -81,8 +81,6 @@ class Rank:
         if model is None:
             model = load_model(resolved, device=device, dtype=self.dtype, groups=groups)
         self.model = model
-        if device.type == "cpu":
-            fit_threads(sum(p.numel() * p.element_size() for p in model.parameters()))
         # What a full step needs besides weights and KV; 0 on a CPU.
         self.activation_bytes = activation_bytes(
             config, model, resolved.kv_dtype, self.dtype, device

@@ -114,8 +114,6 @@ class RankServer:
             local = int(os.environ.get("LOCAL_RANK", self.number))
             device = torch.device("cuda", local)
             torch.cuda.set_device(device)
-        else:
-            torch.set_num_threads(1)  # the ranks share this machine's cores
         distributed.connect(message.store, message.prefix, self.number, world, device)
         self._groups, self._device = joined_groups(config), device
         try_groups(self._groups, device)

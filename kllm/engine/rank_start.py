@@ -15,7 +15,15 @@ from typing import IO
 
 import psutil
 
-from kllm.engine.rank_channel import PULSE, STEPS, Channel, identify, listen, new_key
+from kllm.engine.rank_channel import (
+    PULSE,
+    STEPS,
+    Channel,
+    identify,
+    listen,
+    new_key,
+    usable_cores,
+)
 from kllm.engine.rank_protocol import AUTHKEY, OBITUARY, ending
 from kllm.errors import CapacityError, WorkerError
 
@@ -99,7 +107,7 @@ def start_here(world: int) -> tuple[list[RankLink], Nursery]:
                 "a local disk"
             ) from error
         with listener:
-            nursery = start_ranks(address, range(world), key, without_place(os.environ))
+            nursery = start_ranks(address, range(world), key, variables_for(world, os.environ))
             try:
                 return accept(listener, world, key, nursery), nursery
             except BaseException:
@@ -126,12 +134,14 @@ def check_host_memory(world: int, rank_bytes: int = 0) -> None:
         )
 
 
-def without_place(variables: Mapping[str, str]) -> dict[str, str]:
-    """Variables for ranks whose numbers say where they run.
+def variables_for(world: int, variables: Mapping[str, str]) -> dict[str, str]:
+    """Variables for ranks whose numbers say where they run, and that share this machine's cores.
 
-    A shell or a launcher may have set others: all ranks would then share one GPU.
+    A shell or a launcher may have set other places: all ranks would then share one GPU.
     """
-    return {name: value for name, value in variables.items() if name not in PLACE_VARIABLES}
+    found = {name: value for name, value in variables.items() if name not in PLACE_VARIABLES}
+    found.setdefault("OMP_NUM_THREADS", str(max(1, int(usable_cores()) // world)))
+    return found
 
 
 def start_ranks(address: str, ranks: range, key: str, variables: Mapping[str, str]) -> Nursery:

@@ -73,6 +73,7 @@ class SlicedExecutor:
 
     def execute(self, plans: Sequence[Plan | None]) -> list[Outcome | None]:
         """Run one step of the rank."""
+        assert self._rank is not None, "executor used after close"
         return self._steps.execute(plans)
 
     @property

@@ -59,11 +59,14 @@ def test_ranks_are_not_told_the_place_of_the_process_that_starts_them(
     monkeypatch.setenv("LOCAL_RANK", "5")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "7")
     monkeypatch.setenv("KLLM_STEP_TIMEOUT_S", "77")
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setattr("kllm.engine.rank_start.usable_cores", lambda: 7.5)
     with launch(2) as pool:
         for process in processes(pool):
             variables = process.environ()
             assert not variables.keys() & {"LOCAL_RANK", "LOCAL_WORLD_SIZE"}
             assert variables["KLLM_STEP_TIMEOUT_S"] == "77"
+            assert variables["OMP_NUM_THREADS"] == "3", "of the cores that they share"
         assert len(processes(pool)) == 2
 
 
