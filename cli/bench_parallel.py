@@ -28,7 +28,9 @@ from kllm.cli.options import (
 
 def fidelity(
     model: Model = "deepseek-v4",
-    world: Annotated[int, typer.Option(min=2, help="Ranks of the layouts.")] = 2,
+    world: Annotated[
+        int, typer.Option(min=0, help="Ranks of the layouts; 0: those of --layout, or 2.")
+    ] = 0,
     layout: Annotated[
         str, typer.Option(help="One layout as tp=2 or dp=2,ep=2; empty: one of each kind.")
     ] = "",
@@ -59,6 +61,7 @@ def fidelity(
 
     from kllm.bench.base import BENCHES, is_small
     from kllm.bench.fidelity import default_load, pairs_for, scale_for_both
+    from kllm.errors import ConfigError
     from kllm.models.load import resolve
     from kllm.models.shape import model_shape
     from kllm.parallel.layout import check, parse
@@ -72,7 +75,11 @@ def fidelity(
     layouts = (parse(layout),) if layout else ()
     for one in layouts:
         check(model_shape(resolved.family, resolved.config).dims, one)
-    world = layouts[0].world if layouts else world
+    if layouts and world not in (0, layouts[0].world):
+        raise ConfigError(
+            f"--layout {layout} has {layouts[0].world} ranks and --world is {world}; leave one out"
+        )
+    world = layouts[0].world if layouts else world or 2
     bench = BENCHES["fidelity"].load()(
         world=world,
         layouts=layouts,

@@ -93,7 +93,13 @@ def generate(
                     sys.stdout.flush()
         except KeyboardInterrupt:  # what there is remains worth having
             cut_short = True
-    typer.echo(_document(resolved, request) if as_json else "")
+        finally:
+            if request.text and not as_json:
+                typer.echo()  # an error begins a line of its own
+    if as_json:
+        typer.echo(_document(resolved, request))
+    elif not request.text:
+        typer.echo()
     if cut_short:
         raise interrupted(f"interrupted after {len(request.output_ids)} of {max_tokens} tokens")
 

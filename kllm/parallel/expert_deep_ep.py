@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from kllm.errors import one_line
 from kllm.parallel.communicator import Communicator
 from kllm.parallel.expert_dispatch import (
     DispatchStep,
@@ -53,8 +54,11 @@ def unusable() -> str | None:
         return "deep_ep is not installed; install DeepEP"
     try:
         found = import_module("deep_ep")
-    except ImportError as error:  # of a library that it was built with
-        return f"deep_ep cannot be imported ({error}); install a DeepEP built for this machine"
+    except Exception as error:  # noqa: BLE001 - whatever a foreign library fails with on its way
+        return (
+            f"deep_ep cannot be imported ({one_line(error)}); install a DeepEP built for this "
+            "machine"
+        )
     if not hasattr(found, "topk_idx_t"):
         return "deep_ep is older than 1.2; install a newer DeepEP"
     return None
@@ -65,10 +69,11 @@ def problem(
 ) -> str | None:
     """Why DeepEP cannot exchange these tokens, in one sentence; None: it can."""
     instead = "use ep_backend all_to_all or all_gather"
+    # Asked in this order so that no machine without a GPU imports it.
+    if installed() and device.type != "cuda":
+        return f"deep_ep moves tokens between GPUs and this rank runs on {device.type}; {instead}"
     if (why := unusable()) is not None:
         return f"{why}, or {instead}"
-    if device.type != "cuda":
-        return f"deep_ep moves tokens between GPUs and this rank runs on {device.type}; {instead}"
     if dtype != torch.bfloat16:
         return f"deep_ep moves bfloat16 tokens and the model runs in {dtype}; {instead}"
     if getattr(comm, "group", None) is None:

@@ -13,6 +13,7 @@ from kllm.parallel.communicator import Communicator
 from kllm.parallel.expert_backends import capturable
 from kllm.parallel.expert_deep_ep import LOW_LATENCY_SIZES, DeepEP
 from kllm.parallel.expert_dispatch import Dispatcher, DispatchStep
+from kllm.parallel.single import SingleComm
 from tests.parallel import fake_deep_ep
 from tests.parallel.expert_tokens import COUNTS, DIM, PER_RANK, RANKS, K, check_sums, routed
 from tests.parallel.threads import run_ranks
@@ -158,3 +159,12 @@ def test_a_library_that_cannot_be_used_is_named(monkeypatch: pytest.MonkeyPatch)
     assert expert_deep_ep.unusable() == "deep_ep is older than 1.2; install a newer DeepEP"
     monkeypatch.setitem(sys.modules, "deep_ep", None)  # what `import` then raises
     assert str(expert_deep_ep.unusable()).startswith("deep_ep cannot be imported (")
+
+    def breaks(name: str) -> None:
+        raise RuntimeError("boom\nand more")
+
+    monkeypatch.setattr(expert_deep_ep, "import_module", breaks)
+    assert "(RuntimeError: boom)" in str(expert_deep_ep.unusable())
+    # A machine without a GPU does not import what may end its process.
+    why = expert_deep_ep.problem(SingleComm(), 4096, 8, torch.device("cpu"), torch.bfloat16)
+    assert str(why).startswith("deep_ep moves tokens between GPUs")
