@@ -11,7 +11,7 @@ from kllm.results.claims import ClaimRow, side_by_side
 from kllm.results.compare import TABLE_COLUMNS, Comparison, number, table_cells
 from kllm.results.schema import Cell, Column, Fingerprint, Metric, RunResult, Series
 
-MAX_ROWS = 60  # of a series; the rest is in the result file
+MAX_ROWS, MAX_MARKDOWN_ROWS = 60, 40  # of a series; the rest is in the result file
 
 FIDELITY_MEANS = {
     "real": "ran on as many devices as the layout has ranks, with real communication",
@@ -87,7 +87,7 @@ def _run(result: RunResult) -> dict[str, Any]:
         "means": FIDELITY_MEANS[result.fidelity],
         "charts": [(title, Markup(svg)) for title, svg in charts_of(result)],
         "metrics": [[name, *_metric_cells(m)] for name, m in result.metrics.items()],
-        "tables": [_series_table(series) for series in result.series],
+        "tables": [_series_table(series, MAX_ROWS) for series in result.series],
         "facts": _facts(result),
         "machine": machine_facts(result.fingerprint),
     }
@@ -102,7 +102,7 @@ def _metric_cells(metric: Metric) -> list[str]:
     return [number(metric.median), metric.unit, interval, repeats, better]
 
 
-def _series_table(series: Series) -> dict[str, Any]:
+def _series_table(series: Series, most: int) -> dict[str, Any]:
     rows = series.rows or ()
     # The columns that no row fills would only push the others off the page.
     used = [i for i in range(len(series.columns)) if any(r[i] is not None for r in rows)]
@@ -110,8 +110,8 @@ def _series_table(series: Series) -> dict[str, Any]:
     return {
         "name": series.name,
         "columns": [_column_name(c) for c in names],
-        "rows": [[_cell(row[i]) for i in used] for row in rows[:MAX_ROWS]],
-        "left_out": max(0, len(rows) - MAX_ROWS),
+        "rows": [[_cell(row[i]) for i in used] for row in rows[:most]],
+        "left_out": max(0, len(rows) - most),
     }
 
 
@@ -207,6 +207,13 @@ def _markdown_run(result: RunResult) -> list[str]:
         header = ["metric", "median", "unit", "95 % interval", "repeats", "better"]
         rows = [[name, *_metric_cells(m)] for name, m in result.metrics.items()]
         lines += [*_markdown_table(header, rows), ""]
+    for series in result.series:
+        table = _series_table(series, MAX_MARKDOWN_ROWS)
+        if table["rows"]:
+            lines += [f"### {table['name']}", ""]
+            lines += [*_markdown_table(table["columns"], table["rows"]), ""]
+        if table["left_out"]:
+            lines += [f"{table['left_out']} more rows are in the result file.", ""]
     lines += [f"- {note}" for note in result.notes]
     lines += [f"- {name}: {value}" for name, value in _facts(result)]
     lines += [f"- {name}: {value}" for name, value in machine_facts(result.fingerprint)]

@@ -195,3 +195,14 @@ def test_long_series_are_cut_and_say_so() -> None:
     html = render_html([samples.bench(series=(Series.of("requests", rows),))])
     assert "requests: 200 rows" in html
     assert "140 more rows are in the result file" in html
+
+
+def test_markdown_has_the_tables_too() -> None:
+    rows = [{"layout": f"tp{n}", "error": float(n)} for n in range(50)]
+    result = samples.bench(series=(Series.of("errors", rows, {"error": "%"}),))
+    text = render_markdown([result])
+    assert "### errors" in text
+    assert "| layout | error (%) |" in text
+    assert "| tp39 | 39 |" in text
+    assert "tp40" not in text
+    assert "10 more rows are in the result file." in text
