@@ -109,10 +109,11 @@ class SlicedStage:
     device, as in small steps, its M micro-batches count in place of the device's. The device begins
     a captured step, though, only once all of it is queued: there the host's time comes on top.
 
-    A step takes as long as the last one of its kind: of as many micro-batches, captured or not,
-    with prompts or without, where t of prompts grows with the tokens. So the device waits for the
-    other stages before it begins, and this stage and what follows it are queued meanwhile, as on
-    the last stage of a real pipeline. The first steps of a kind are waited for by the host.
+    A step takes as long as the last one of its kind: of as many micro-batches and, but for a factor
+    of two, tokens, captured or not, with prompts or without; t of prompts grows with the tokens. So
+    the device waits for the other stages before it begins, and this stage and what follows it are
+    queued meanwhile, as on the last stage of a real pipeline. The first steps of a kind are waited
+    for by the host.
 
     The other stages are taken to be like this one, of which t has the layers only. That the first
     embeds and that layers differ is not modelled. Logits and sampling follow where the last stage
@@ -129,7 +130,7 @@ class SlicedStage:
         sleep: Callable[[float], None] = sleep_exactly,
     ) -> None:
         self._pp, self._clock, self._sleep = pp, clock, sleep
-        self._paces: dict[tuple[int, bool, bool], _Pace] = {}
+        self._paces: dict[tuple[int, int, bool, bool], _Pace] = {}
 
     def run(self, model: StageModel, contexts: Sequence[ForwardContext]) -> list[Tensor] | None:
         """Run this stage of a step, on made-up input, so that it ends when all stages would have.
@@ -137,13 +138,24 @@ class SlicedStage:
         On the last stage that is the device's end, of work that may still be queued.
         """
         begin, micro, first = self._clock(), len(contexts), contexts[0]
-        kind = (micro, first.static, first.decode_only)
+        tokens = sum(len(ctx.token_ids) for ctx in contexts)
+        kind = (micro, tokens.bit_length(), first.static, first.decode_only)
         pace = self._paces.setdefault(kind, _Pace())
         known = pace.steps > WARM_UP_STEPS
         # No stage of a layout makes up its input: the time for that is taken off the waiting.
         made_up = [] if model.stage.first else [model.stand_in(ctx) for ctx in contexts]
         received = iter(made_up)
-        self._wait_on_device(pace, contexts, begin)
+        if pace.marks is not None:
+            pace.stage_s = self._pp.between(*pace.marks) / micro
+            if not first.decode_only:
+                pace.stage_s *= tokens / pace.tokens
+        pace.tokens = tokens
+        if known:
+            others_s = self._others_s(pace, micro, first.static)
+            self._pp.pause(max(0.0, others_s - (self._clock() - begin)))
+        elif pace.steps == WARM_UP_STEPS:
+            # Else the device would wait for the host, and t be too long.
+            self._pp.pause(micro * pace.queue_s)
         queueing, marked = self._clock(), self._pp.mark()
         states = run_stages(model, contexts, self._pp, lambda ctx: next(received))
         pace.marks = marked, self._pp.mark()
@@ -156,23 +168,6 @@ class SlicedStage:
         elif not model.stage.last:
             self._pp.between(*pace.marks)  # nothing else waits for the device
         return states
-
-    def _wait_on_device(
-        self, pace: _Pace, contexts: Sequence[ForwardContext], begin: float
-    ) -> None:
-        """Hold up the device as long as the other stages would, if that is known."""
-        tokens = sum(len(ctx.token_ids) for ctx in contexts)
-        if pace.marks is not None:
-            pace.stage_s = self._pp.between(*pace.marks) / len(contexts)
-            if not contexts[0].decode_only:
-                pace.stage_s *= tokens / pace.tokens
-        pace.tokens = tokens
-        if pace.steps > WARM_UP_STEPS:
-            others_s = self._others_s(pace, len(contexts), contexts[0].static)
-            self._pp.pause(max(0.0, others_s - (self._clock() - begin)))
-        elif pace.steps == WARM_UP_STEPS:
-            # Else the device would wait for the host, and t be too long.
-            self._pp.pause(len(contexts) * pace.queue_s)
 
     def _others_s(self, pace: _Pace, micro: int, captured: bool) -> float:
         """From the step's begin until this stage could begin and never wait, were it the last."""
