@@ -94,12 +94,10 @@ def generate(
         except KeyboardInterrupt:  # what there is remains worth having
             cut_short = True
         finally:
-            if request.text and not as_json:
+            if not as_json:
                 typer.echo()  # an error begins a line of its own
     if as_json:
         typer.echo(_document(resolved, request))
-    elif not request.text:
-        typer.echo()
     if cut_short:
         raise interrupted(f"interrupted after {len(request.output_ids)} of {max_tokens} tokens")
 

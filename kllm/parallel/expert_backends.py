@@ -74,7 +74,10 @@ class Backends:
                 name = "deep_ep"
         if name == "deep_ep":
             if why is not None:
-                raise (DependencyError if expert_deep_ep.unusable() else ConfigError)(why)
+                missing = not expert_deep_ep.installed()
+                if device.type == "cuda":  # elsewhere nothing imports it
+                    missing = expert_deep_ep.unusable() is not None
+                raise (DependencyError if missing else ConfigError)(why)
             self._prefill = self._decode = DeepEP(comm, per_rank, dim)
         elif name == "all_to_all":
             self._prefill = self._decode = AllToAll(comm, per_rank)
