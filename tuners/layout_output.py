@@ -96,8 +96,8 @@ def notes_of(deployment: Deployment, config: EngineConfig) -> list[str]:
         notes = [f"Fidelity real: all {world} ranks ran."]
     else:
         notes = [
-            f"Fidelity rank-slice: one rank of {world} ran, with every dp-th request and the link "
-            f"{config.link}; rates are those of all groups of ranks, taken to be like this one."
+            f"Fidelity rank-slice: one rank of {world} ran, over the link {config.link}. Under "
+            "request-DP every group schedules its requests, and each step runs the busiest group's."
         ]
     if deployment.shape is not deployment.whole:
         layers = deployment.shape.dims.layers

@@ -51,9 +51,7 @@ class Progress:
 class Outcome:
     """One trial's run.
 
-    A stopped run (it could not win any more) keeps what it measured until then. A rank-slice
-    serves the requests of one group of ranks and stands for `groups` of them: `requests` and
-    `num_requests` are its own, tokens in `ticks` and `num_output_tokens` those of all groups.
+    A stopped run (it could not win any more) keeps what it measured until then.
     """
 
     state: State
@@ -67,7 +65,6 @@ class Outcome:
     num_requests: int = 0
     num_output_tokens: int = 0
     fidelity: Literal["real", "rank-slice"] = "real"
-    groups: int = 1
     ranks: int = 1  # of the layout
     requests: tuple[Served, ...] = ()
     ticks: tuple[Tick, ...] = ()
@@ -128,18 +125,17 @@ def measure(outcome: Outcome, slo: Slo) -> dict[str, float]:
         return {}
     good = [row for row in rows if slo.met_by(row)]
     attainment = len(good) / len(rows) if rows else 0.0
-    groups = outcome.groups
     if outcome.state == "complete":
-        tokens = float(groups * sum(row.osl for row in rows if row.ok))
-        good_tokens = float(groups * sum(row.osl for row in good))
+        tokens = float(sum(row.osl for row in rows if row.ok))
+        good_tokens = float(sum(row.osl for row in good))
     else:
         tokens = float(outcome.ticks[-1].output_tokens) if outcome.ticks else 0.0
         good_tokens = tokens * attainment
     values = {
         "goodput_tokens_per_s": good_tokens / seconds,
-        "goodput_requests_per_s": groups * len(good) / seconds,
+        "goodput_requests_per_s": len(good) / seconds,
         "output_tokens_per_s": tokens / seconds,
-        "requests_per_s": groups * len(rows) / seconds,
+        "requests_per_s": len(rows) / seconds,
         "attainment": attainment,
     }
     if outcome.ranks > 1:

@@ -13,7 +13,6 @@ class Run(msgspec.Struct, tag="run", frozen=True):
     config: EngineConfig
     workload: Workload
     memory_limit_bytes: int | None = None  # host memory that the worker may use, in all
-    groups: int = 1  # groups of ranks like the one that serves `workload` (`Outcome.groups`)
 
 
 class Stop(msgspec.Struct, tag="stop", frozen=True):

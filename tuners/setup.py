@@ -83,12 +83,6 @@ class Setup:
         page = config.cache.page_size or self.space.site.default_page_size
         return self.deployment.config(config, kv_dtype, page)
 
-    def share(self, workload: Workload, settings: Settings) -> tuple[Workload, int]:
-        """What a trial serves of a workload, and how many groups of ranks do the like."""
-        if self.fidelity == "real":
-            return workload, 1
-        return share_of(workload, int(settings.get("dp", 1)))
-
     @property
     def world(self) -> int:
         """Ranks of a layout."""
@@ -306,7 +300,7 @@ def sized(workload: Workload, pilot: Outcome, trial_s: float = TRIAL_S) -> Workl
     two pilots take the same time.
     """
     in_flight = workload.concurrency or 1
-    wanted = pilot.groups * pilot.num_requests * trial_s / max(pilot.run_s, 1e-3)
+    wanted = pilot.num_requests * trial_s / max(pilot.run_s, 1e-3)
     rounds = 2 ** max(round(math.log2(wanted / in_flight)), int(math.log2(FEWEST_ROUNDS)))
     return replace(workload, num_requests=rounds * in_flight)
 

@@ -60,7 +60,6 @@ class WorkerRunner:
         config: EngineConfig,
         workload: Workload,
         *,
-        groups: int = 1,
         rule: Rule | None = None,
         timeout_s: float | None = None,
     ) -> Outcome:
@@ -71,7 +70,6 @@ class WorkerRunner:
         Args:
             config: of the engine.
             workload: what it serves.
-            groups: that the run stands for, each with a load like this (`Outcome.groups`).
             rule: ends a run that has shown enough.
             timeout_s: for everything, loading included; beyond it the worker is killed.
 
@@ -80,7 +78,7 @@ class WorkerRunner:
         """
         start = self.clock()
         limit = None if timeout_s is None else start + timeout_s
-        request = protocol.Run(config, workload, self.memory_limit_bytes, groups)
+        request = protocol.Run(config, workload, self.memory_limit_bytes)
         used = self._worker is not None and self._worker.alive
         outcome, begun = self._follow(request, rule, limit)
         if used and outcome.too_large and not begun:
@@ -90,7 +88,6 @@ class WorkerRunner:
             outcome,
             total_s=self.clock() - start,
             fidelity=config.fidelity,
-            groups=groups,
             ranks=config.parallel.world,
         )
 

@@ -255,11 +255,9 @@ class _Session:
         self, settings: Settings, rules: Sequence[Rule] = (), workload: Workload | None = None
     ) -> Outcome:
         """Measure settings; a run that the rules do not end runs to its end."""
-        part, groups = self.setup.share(workload or self.setup.workload, settings)
         return self.runner.run(
             self.setup.config(settings),
-            part,
-            groups=groups,
+            workload or self.setup.workload,
             rule=Stopper([self._told, *rules]),
             timeout_s=self.timeout_s,
         )
@@ -270,10 +268,9 @@ class _Session:
     def _measure(self, settings: Settings, best: Trial | None) -> Outcome:
         if (pilot := self._pilot_of(settings)) is not None:
             return pilot
-        part, _ = self.setup.share(self.setup.workload, settings)
         rules = rules_for(
             self.setup.goal,
-            concurrency=part.concurrency,
+            concurrency=self.setup.workload.concurrency,
             best=best.outcome if best else None,
             best_metrics=best.metrics if best else {},
             slack=RACE_SLACK if self.setup.deployment is None else LAYOUT_RACE_SLACK,
@@ -285,8 +282,7 @@ class _Session:
         pilot, self.pilot = self.pilot, None
         if pilot is None or dict(settings) != dict(self.setup.space.default):
             return None
-        part, _ = self.setup.share(self.setup.workload, settings)
-        return pilot if pilot.num_requests == part.num_requests else None
+        return pilot if pilot.num_requests == self.setup.workload.num_requests else None
 
     def interrupted(self) -> Tuned:
         """Where the study stands: the best complete trial, if it meets the SLO."""

@@ -154,7 +154,7 @@ def measure(request: protocol.Run, models: Models, channel: Channel) -> Outcome:
     not be trusted after it.
     """
     begin = time.monotonic()
-    observer = _Observer(request.workload, request.groups, channel)
+    observer = _Observer(request.workload, channel)
     engine: Engine | None = None
     try:
         engine = models.engine(request.config)
@@ -190,13 +190,12 @@ def apart(config: EngineConfig) -> bool:
 
 
 class _Observer:
-    """Streams progress and keeps what an outcome needs; tokens are those of all groups."""
+    """Streams progress and keeps what an outcome needs."""
 
-    def __init__(self, workload: Workload, groups: int, channel: Channel) -> None:
+    def __init__(self, workload: Workload, channel: Channel) -> None:
         self.channel = channel
-        self.groups = groups
         self.started = protocol.Started(
-            workload.num_requests, groups * sum(row.osl for row in workload.shapes())
+            workload.num_requests, sum(row.osl for row in workload.shapes())
         )
         self.tokens = 0
         self.ticks: list[Tick] = []
@@ -208,7 +207,7 @@ class _Observer:
         """Called after each step."""
         sample = progress.sample
         # A step gives one token to each decoding request and to each whose prefill ended.
-        self.tokens += self.groups * (sample.num_decodes + len(progress.first_tokens))
+        self.tokens += sample.num_decodes + len(progress.first_tokens)
         rows = [served(row) for row in progress.finished]
         self.rows += rows
         self.unsent += rows

@@ -1,8 +1,4 @@
-"""The two sides of a comparison of fidelities: one layout, run by all its ranks or by one of them.
-
-A slice has the requests of its own group only. Where the layout has several groups it gets its
-share of the requests, and its throughput counts for all groups.
-"""
+"""The two sides of a comparison of fidelities: one layout, run by all its ranks or one of them."""
 
 import statistics
 from collections.abc import Mapping
@@ -57,14 +53,13 @@ class FidelityLoad:
                 f"model's {positions} positions; choose a shorter --isl or --osl"
             )
 
-    def workload(self, groups: int, seed: int) -> Workload:
-        """What one of `groups` groups gets; 1: all of it."""
-        count = self.requests // groups
+    def workload(self, seed: int) -> Workload:
+        """The requests, with prompts by the seed."""
         return Workload(
             isl=Lengths(self.isl),
             osl=Lengths(self.osl),
-            num_requests=count,
-            concurrency=count,
+            num_requests=self.requests,
+            concurrency=self.requests,
             seed=seed,
         )
 
@@ -144,7 +139,6 @@ class Side:
         self._counts = resolved.device.startswith("cuda")  # whether memory is counted
         sliced = fidelity == "rank-slice"
         self._rank = rank
-        self._groups = layout.dp if sliced else 1
         resolved = resolve(config)
         self._executor: DeviceExecutor = (
             SlicedExecutor(config, resolved)
@@ -160,7 +154,7 @@ class Side:
 
     def warm_up(self, seed: int) -> None:
         """Compile and capture what the runs need; memory is counted from here on."""
-        warm_up(self._engine, self._load.workload(self._groups, seed))
+        warm_up(self._engine, self._load.workload(seed))
         self._executor.settle()
 
     def run(self, seed: int) -> Mapping[str, float]:
@@ -169,7 +163,7 @@ class Side:
         Raises:
             CapacityError: when memory ran out or the requests never decoded together.
         """
-        workload = self._load.workload(self._groups, seed)
+        workload = self._load.workload(seed)
         run = run_workload(self._engine, workload)
         if run.failure:
             raise CapacityError(run.failure)
@@ -188,7 +182,7 @@ class Side:
             "decode_rank_ms": statistics.median(s.run_s for s in decode) * 1e3,
             "ttft_ms": run.mean("ttft_s") * 1e3,
             "tpot_ms": run.mean("tpot_s") * 1e3,
-            "output_tokens_per_s": run.output_tokens_per_s * self._groups,
+            "output_tokens_per_s": run.output_tokens_per_s,
         }
         memory = self._executor.settle()
         if self._counts:

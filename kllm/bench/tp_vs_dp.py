@@ -16,8 +16,17 @@ from kllm.bench.base import Context, is_small
 from kllm.bench.record import Record
 from kllm.bench.tp_vs_dp_fill import UNITS as FILL_UNITS
 from kllm.bench.tp_vs_dp_fill import fill
-from kllm.bench.tp_vs_dp_loads import Mix, Placement, mixed
-from kllm.bench.tp_vs_dp_serve import SIDES, UNITS, Found, Point, Runner, Side, layout_of
+from kllm.bench.tp_vs_dp_loads import Mix, mixed
+from kllm.bench.tp_vs_dp_serve import (
+    SIDES,
+    UNITS,
+    Found,
+    Placement,
+    Point,
+    Runner,
+    Side,
+    layout_of,
+)
 from kllm.bench.workloads import Workload
 from kllm.config import EngineConfig
 from kllm.engine.memory import page_size
@@ -31,7 +40,7 @@ SMALL_FILL_BYTES = 32 << 20  # on a CPU: a pool of hundreds of pages, written in
 EVEN = "even_by_tokens"
 SKEW_UNITS = UNITS | {"ttft_change_pct": "%", "output_change_pct": "%"}
 SWEEP_UNITS = {f"{side}_{name}": unit for side in SIDES for name, unit in UNITS.items()}
-# Mix of lengths and placement; the engine places by tokens, so the other can only be sliced.
+# Mix of lengths, and what the engine places requests by.
 SKEWS: tuple[tuple[Mix, Placement], ...] = (
     ("even", "tokens"),
     ("periodic", "tokens"),
@@ -96,7 +105,7 @@ class TpVsDpBench:
             ctx=ctx,
             record=record,
             found=Found(),
-            points=self._points(ctx.config, ctx.seed),
+            points=self._points(ctx.seed),
             world=self.world,
             step_tokens=self.step_tokens,
             limit_s=self.limit_s,
@@ -124,7 +133,7 @@ class TpVsDpBench:
         dims = model_shape(resolved.family, resolved.config).dims
         for side in SIDES:
             check(dims, layout_of(side, self.world))
-        longest = max(point.load.max_tokens for point in self._points(config, 0))
+        longest = max(point.load.max_tokens for point in self._points(0))
         if longest > resolved.config.max_position_embeddings:
             raise ConfigError(
                 f"the longest request of the loads has {longest} tokens and the model holds "
@@ -141,7 +150,7 @@ class TpVsDpBench:
         resolved = resolve(config)
         spec = resolved.family.cache_spec(resolved.config)
         page, rows = page_size(config, spec), max(*self.in_flight, self.skewed) + 1
-        longest = max(point.load.max_tokens for point in self._points(config, 0))
+        longest = max(point.load.max_tokens for point in self._points(0))
         heavy = math.ceil((max(self.isls) + self.osl) / page) * math.ceil(max(self.in_flight) / 2)
         pages = 1 + max(heavy, math.ceil(longest / page))
         kv_dtype = resolved.kv_dtype
@@ -150,7 +159,7 @@ class TpVsDpBench:
             + rows * spec.bytes_per_request(kv_dtype, config.cache.rewind_tokens)
         )
 
-    def _points(self, config: EngineConfig, seed: int) -> list[Point]:
+    def _points(self, seed: int) -> list[Point]:
         """The sweep from light to heavy, then the skewed loads."""
         points = []
         for count in sorted(set(self.in_flight)):
@@ -158,11 +167,8 @@ class TpVsDpBench:
                 load = self._load("even", count, isl, seed)
                 points.append(Point(f"isl{isl}.c{count}", load, isl=isl, in_flight=count))
         for mix, placement in SKEWS:
-            sliced_only = placement == "count"
-            if sliced_only and config.fidelity == "real":
-                continue
             load = self._load(mix, self.skewed, min(self.isls), seed)
-            sides: tuple[Side, ...] = ("dp",) if sliced_only else SIDES
+            sides: tuple[Side, ...] = SIDES if placement == "tokens" else ("dp",)
             points.append(Point(f"{mix}_by_{placement}", load, placement, sides))
         return points
 
@@ -303,11 +309,9 @@ def _notes(config: EngineConfig, world: int, *, together: bool) -> list[str]:
     ]
     if config.fidelity == "rank-slice":
         notes.append(
-            f"rank-slice over {config.link}: the TP rank serves all requests; the request-DP rank "
-            "serves the share that placement by tokens gives the busiest group, and one of the "
-            "middle where groups differ. Throughput is all output over the busiest rank's time, "
-            "which is its rate times the ranks where the shares are equal; the other ranks are "
-            "taken to be as loaded as the one that runs."
+            f"rank-slice over {config.link}: one rank runs. Under request-DP every group schedules "
+            "its own requests, and each step runs that of the group with the most tokens, for "
+            "which the others wait in every exchange of tokens."
         )
     order = "took turns" if together else "ran one after the other, as memory holds one of them"
     notes.append(f"The layouts {order}.")

@@ -3,7 +3,7 @@
 import math
 import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -11,9 +11,9 @@ from typing import Literal
 
 from kllm.bench.base import Context, warming_up
 from kllm.bench.record import Record
-from kllm.bench.serve_loop import Progress, WorkloadRun, run_workload
+from kllm.bench.serve_loop import Progress, run_workload
 from kllm.bench.timing import Failed, attempt
-from kllm.bench.tp_vs_dp_loads import Placement, Share, shares, warm_load
+from kllm.bench.tp_vs_dp_loads import warm_load
 from kllm.bench.workloads import Workload
 from kllm.config import EngineConfig, ParallelConfig
 from kllm.engine.engine import Engine
@@ -21,9 +21,16 @@ from kllm.engine.memory import KVBudget
 from kllm.errors import CapacityError
 from kllm.hardware import release_memory
 from kllm.models.base import CausalLM
+from kllm.scheduler.placement import fewest_requests, least_loaded
+from kllm.scheduler.scheduler import Scheduler
 
 Side = Literal["tp", "dp"]
+Placement = Literal["tokens", "count"]
 SIDES: tuple[Side, Side] = ("tp", "dp")
+PLACEMENTS: Mapping[Placement, Callable[[Sequence[Scheduler]], int]] = {
+    "tokens": least_loaded,
+    "count": fewest_requests,
+}
 UNITS = {"ttft_ms": "ms", "tpot_ms": "ms", "output_tokens_per_s": "tokens/s"}
 
 
@@ -53,21 +60,6 @@ class Served:
     ttft_s: float  # mean over the requests
     tpot_s: float
     output_tokens_per_s: float
-
-    @classmethod
-    def of(cls, parts: Sequence[tuple[Share, WorkloadRun]], load: Workload) -> "Served":
-        """From runs that stand for parts of the load; the slowest decides how long it takes."""
-        total = sum(share.weight for share, _ in parts)
-
-        def mean(name: str) -> float:
-            return sum(share.weight * run.mean(name) for share, run in parts) / total
-
-        return cls(
-            ttft_s=mean("ttft_s"),
-            tpot_s=mean("tpot_s"),
-            output_tokens_per_s=sum(row.osl for row in load.shapes())
-            / max(run.duration_s for _, run in parts),
-        )
 
     def values(self) -> dict[str, float]:
         """As they are recorded: the names of UNITS."""
@@ -116,11 +108,6 @@ class Runner:
     world: int
     step_tokens: int
     limit_s: float
-
-    @property
-    def sliced(self) -> bool:
-        """Whether one rank stands for all."""
-        return self.ctx.config.fidelity == "rank-slice"
 
     def run(self, models: dict[Side, CausalLM | None]) -> None:
         """Run every point on the layouts that are named, in turns.
@@ -174,13 +161,12 @@ class Runner:
 
     def _warm_up(self, engine: Engine, side: Side) -> None:
         most = max(point.load.num_requests for point in self.points)
-        count = math.ceil(most / self.world) if self.sliced and side == "dp" else most
         for isl in sorted({point.isl for point in self.points if point.isl}):
             what = warming_up(f"{side}, ISL {isl}")
             self.ctx.progress(what, 0, len(self.points))
-            budget = engine.config.scheduler.token_budget
+            budget = engine.config.scheduler.token_budget * engine.config.parallel.dp
             watch = partial(self._watch, what, 0)
-            run = run_workload(engine, warm_load(count, isl, budget), observer=watch)
+            run = run_workload(engine, warm_load(most, isl, budget), observer=watch)
             if run.failure:
                 raise CapacityError(f"the loads do not fit the device: {run.failure}")
 
@@ -204,7 +190,7 @@ class Runner:
                 self.ctx.progress(what, done, len(self.points))
                 begin = time.monotonic()
                 watch = partial(self._watch, what, done)
-                served = attempt(partial(self._serve, engines[side], side, point, watch))
+                served = attempt(partial(_serve, engines[side], point, watch))
                 if isinstance(served, Failed):
                     self.found.failed[point.key] = f"{side}: {served.reason}"
                     return
@@ -237,19 +223,6 @@ class Runner:
             f"limit of {limit_s:g} s; raise --limit for it"
         )
 
-    def _serve(self, engine: Engine, side: Side, point: Point, watch: "partial[None]") -> Served:
-        load = point.load
-        parts = [Share(load, load.num_requests)]
-        if self.sliced and side == "dp":
-            parts = shares(load, self.world, point.placement)
-        runs = []
-        for part in parts:
-            run = run_workload(engine, part.load, observer=watch)
-            if run.failure:
-                raise CapacityError(run.failure)
-            runs.append((part, run))
-        return Served.of(runs, load)
-
     def _add(self, side: Side, point: Point, served: Served) -> None:
         self.found.served.setdefault((side, point.key), []).append(served)
         for name, value in served.values().items():
@@ -259,3 +232,15 @@ class Runner:
                 unit=UNITS[name],
                 direction="higher" if name.endswith("_per_s") else "lower",
             )
+
+
+def _serve(engine: Engine, point: Point, watch: "partial[None]") -> Served:
+    engine.placement = PLACEMENTS[point.placement]
+    run = run_workload(engine, point.load, observer=watch)
+    if run.failure:
+        raise CapacityError(run.failure)
+    return Served(
+        ttft_s=run.mean("ttft_s"),
+        tpot_s=run.mean("tpot_s"),
+        output_tokens_per_s=run.output_tokens_per_s,
+    )

@@ -66,6 +66,8 @@ class Engine:
         ranks: processes to use for a layout of several ranks; by default they are started.
         clock: seconds, for arrival times.
 
+    `placement` chooses the request-DP group of each request that is added.
+
     Raises:
         ConfigError, CapacityError, DataError, DependencyError: when it cannot be set up.
     """
@@ -107,6 +109,7 @@ class Engine:
         except ConfigError:
             self._executor.close()
             raise
+        self.placement: Callable[[Sequence[Scheduler]], int] = least_loaded
         self._clock = clock
         self._requests: dict[str, Request] = {}  # unfinished
         self._homes: dict[str, Scheduler] = {}  # of unfinished requests
@@ -194,7 +197,7 @@ class Engine:
         reader = None
         if detokenize or params.stop:
             reader = Detokenizer(self._token_bytes.__getitem__, params.stop)
-        home = self._schedulers[least_loaded(self._schedulers)]
+        home = self._schedulers[self.placement(self._schedulers)]
         home.add(request)
         self._count += 1
         self._requests[request_id], self._homes[request_id] = request, home

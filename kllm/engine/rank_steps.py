@@ -50,8 +50,7 @@ class RankSteps:
     Args:
         ranks: reaches them.
         stripes: how prompts are dealt to the cp ranks; None without context parallelism.
-        numbers: of the ranks that `ranks` reaches; None: all of the layout. `execute` takes a
-            plan for each group that has some of them.
+        numbers: of the ranks that `ranks` reaches, some of each group; None: all of the layout.
     """
 
     def __init__(
@@ -63,14 +62,13 @@ class RankSteps:
     ) -> None:
         self._ranks, self._layout, self._stripes = ranks, layout, stripes
         places = [place(layout, n) for n in (range(layout.world) if numbers is None else numbers)]
-        groups = sorted({at.dp for at in places})
-        self._groups = [groups.index(at.dp) for at in places]
+        self._groups = [at.dp for at in places]
         self._samplers = {
-            (group, at.cp): rank
-            for rank, (group, at) in enumerate(zip(self._groups, places, strict=True))
+            (at.dp, at.cp): rank
+            for rank, at in enumerate(places)
             if at.pp == layout.pp - 1 and at.tp == 0
         }
-        self._codecs = [StepCodec() for _ in groups]
+        self._codecs = [StepCodec() for _ in range(layout.dp)]
         self._mirrors = {at: _Mirror() for at in self._samplers}
         self.run_s = 0.0
 

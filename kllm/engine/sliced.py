@@ -2,37 +2,88 @@
 
 import pickle
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from kllm.config import EngineConfig
-from kllm.core import Outcome, Plan
+from kllm.core import Outcome, Plan, Request
 from kllm.engine.executor import rearranged, sharing_of
 from kllm.engine.rank import DeviceMemory, Rank
 from kllm.engine.rank_answers import StepAnswers
 from kllm.engine.rank_groups import sliced_groups
 from kllm.engine.rank_protocol import Runner, Sampled, Step
 from kllm.engine.rank_steps import RankSteps
+from kllm.engine.step import MicroStep, RankOutcome
 from kllm.models.base import CausalLM, Groups
 from kllm.models.load import ResolvedModel
 from kllm.parallel.layout import place, rank_of
 
 
 class Loopback:
-    """A rank in this process that is told its steps as if it were in another one.
+    """A rank of each request-DP group, told its steps as if it were in another process.
 
-    So a step takes the host as long as one of all ranks, except that no process has to be woken:
-    some tens of microseconds a step.
+    One rank is here. In each step it runs for the group that has most to do, as the others wait
+    for that one in every exchange of tokens; the tokens that they sample are 0. So a step takes
+    the host as long as one of all ranks, except that no process has to be woken: some tens of
+    microseconds a step.
+
+    Args:
+        here: the rank.
+        group: its own.
+        groups: all of the layout.
     """
 
-    def __init__(self, rank: Runner) -> None:
-        self._answers = StepAnswers(rank)
+    def __init__(self, here: Runner, group: int, groups: int) -> None:
+        self.present = group  # the group that the rank runs for
+        self._members = [StepAnswers(_Member(self, here, group, i, groups)) for i in range(groups)]
 
     def call(self, messages: Sequence[Step]) -> list[Sampled]:
-        """The rank's answer to its message."""
-        return [_sent(self._answers.answer(_sent(message))) for message in messages]
+        """The answers to each group's message."""
+        pairs = zip(self._members, messages, strict=True)
+        return [_sent(member.answer(_sent(message))) for member, message in pairs]
+
+
+@dataclass(frozen=True, slots=True)
+class _Member:
+    """The rank that is here, or one that is not, for one group."""
+
+    loopback: Loopback
+    here: Runner
+    seat: int  # the group whose place `here` has
+    group: int
+    groups: int
+
+    def run(self, micro: Sequence[MicroStep], requests: Sequence[Request]) -> RankOutcome:
+        """See `Runner.run`."""
+        if self.loopback.present != self.group:
+            count = len(requests)
+            return RankOutcome(np.arange(count), np.zeros(count, np.int64))
+        return self.here.run([self._seated(step) for step in micro], requests)
+
+    def _seated(self, step: MicroStep) -> MicroStep:
+        """The step in which the rank's group and the one that it runs for change places."""
+        if self.group == self.seat:
+            return step
+        tokens = list(step.peer_tokens)
+        each = len(tokens) // self.groups
+        ours, theirs = (slice(i * each, (i + 1) * each) for i in (self.seat, self.group))
+        tokens[ours], tokens[theirs] = tokens[theirs], tokens[ours]
+        return replace(step, peer_tokens=tuple(tokens))
+
+
+def busiest(plans: Sequence[Plan | None], group: int) -> int:
+    """The group with the most tokens to run, then the most to read; `group` among equals."""
+
+    def load(i: int) -> tuple[int, int, bool]:
+        plan = plans[i]
+        if plan is None:
+            return 0, 0, i == group
+        return plan.num_tokens, int(plan.context_lens.sum()), i == group
+
+    return group if len(plans) == 1 else max(range(len(plans)), key=load)
 
 
 def _sent(message: Any) -> Any:
@@ -44,7 +95,7 @@ class SlicedExecutor:
     """The rank `config.slice_rank` of a layout, in this process and with its true shapes.
 
     Transfers take the time of `config.link` and bring no foreign data; tokens that other ranks
-    would sample are 0. It has the requests of its own group only: the others are like it.
+    would sample are 0. Every request-DP group schedules its requests; see `Loopback`.
 
     Args:
         model: the rank's network if it is already loaded; it outlives the executor.
@@ -67,13 +118,13 @@ class SlicedExecutor:
             device=device,
             model=model,
         )
-        sharing = sharing_of(config, self._rank.budget)
-        self.sharing = replace(sharing, groups=1)
+        self.sharing = sharing_of(config, self._rank.budget)
         self._allocate(fill=False)
 
     def execute(self, plans: Sequence[Plan | None]) -> list[Outcome | None]:
-        """Run one step of the rank."""
+        """Run one step of every group."""
         assert self._rank is not None, "executor used after close"
+        self._loopback.present = busiest(plans, self._place.dp)
         return self._steps.execute(plans)
 
     @property
@@ -107,7 +158,7 @@ class SlicedExecutor:
         """Drop the KV pool; what the caller does not hold of the network goes too."""
         if self._rank is not None:
             self._rank.close()
-            del self._steps
+            del self._steps, self._loopback
         self._rank = None
 
     @property
@@ -118,5 +169,7 @@ class SlicedExecutor:
     def _allocate(self, *, fill: bool) -> None:
         sharing = self.sharing
         self._here.allocate(sharing.budget, sharing.stripes, sharing.cp_kind, fill=fill)
-        number = rank_of(self._layout, self._place)
-        self._steps = RankSteps(Loopback(self._here), self._layout, sharing.stripes, [number])
+        groups, dp = range(self._layout.dp), self._place.dp
+        self._loopback = Loopback(self._here, dp, len(groups))
+        numbers = [rank_of(self._layout, replace(self._place, dp=group)) for group in groups]
+        self._steps = RankSteps(self._loopback, self._layout, sharing.stripes, numbers)

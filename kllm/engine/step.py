@@ -44,7 +44,7 @@ def steps_of(
     """The micro-batches of each group, as many for every group.
 
     Args:
-        plans: one for each dp rank; or of one, where the others are absent and taken to be like it.
+        plans: one for each dp rank.
         stripes: how prompts are dealt to the cp ranks; None without context parallelism.
     """
     # Steps without prompts are bound by reading weights, which every micro-batch does again.
@@ -55,8 +55,7 @@ def steps_of(
     micro = [[group[i] if i < len(group) else None for group in parts] for i in range(count)]
     steps: list[list[MicroStep]] = [[] for _ in plans]
     for row in micro:
-        here = [tokens for plan in row for tokens in rank_tokens(plan, layout, stripes)]
-        peers = tuple(here) * (layout.dp // len(plans))
+        peers = tuple(n for plan in row for n in rank_tokens(plan, layout, stripes))
         decode_only = not prompts or all(plan is None or _only_decodes(plan) for plan in row)
         width = max((plan.block_tables.shape[1] for plan in row if plan is not None), default=1)
         for group, (whole, part) in enumerate(zip(plans, row, strict=True)):

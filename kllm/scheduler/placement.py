@@ -1,7 +1,4 @@
-"""Which group of ranks a new request goes to.
-
-By load in tokens, not by number of requests: one request may weigh as much as a hundred others.
-"""
+"""Which group of ranks a new request goes to."""
 
 from collections.abc import Sequence
 
@@ -9,5 +6,13 @@ from kllm.scheduler.scheduler import Scheduler
 
 
 def least_loaded(groups: Sequence[Scheduler]) -> int:
-    """The group with the fewest tokens to compute and to keep; the first of equals."""
+    """The group with the fewest tokens to compute and to keep; the first of equals.
+
+    One request may weigh as much as a hundred others.
+    """
     return min(range(len(groups)), key=lambda i: groups[i].load_tokens)
+
+
+def fewest_requests(groups: Sequence[Scheduler]) -> int:
+    """The group with the fewest requests, whatever their lengths; the first of equals."""
+    return min(range(len(groups)), key=lambda i: groups[i].num_requests)

@@ -94,6 +94,11 @@ class Scheduler:
         return int(self.holdings.free.sum())
 
     @property
+    def num_requests(self) -> int:
+        """Requests that wait or run."""
+        return self.num_running + len(self.waiting)
+
+    @property
     def load_tokens(self) -> int:
         """Tokens that wait to be computed plus tokens whose KV is or will be held."""
         rows = [request.row for request in self.prefilling]

@@ -2,6 +2,7 @@
 
 import gc
 import weakref
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,16 +19,19 @@ from kllm.bench.tp_vs_dp import TpVsDpBench
 from kllm.bench.tp_vs_dp_capacity import CAPACITY_CLAIM, TTFT_CLAIM
 from kllm.bench.tp_vs_dp_fill import fill
 from kllm.bench.tp_vs_dp_loads import warm_load
-from kllm.bench.tp_vs_dp_serve import layout_of
+from kllm.bench.tp_vs_dp_serve import SIDES, Side, layout_of
 from kllm.cache.pool import KVPool
 from kllm.config import CacheConfig, EngineConfig, SchedulerConfig
+from kllm.core import Request
 from kllm.engine.engine import Engine
 from kllm.engine.graphs import batch_bucket
+from kllm.engine.rank import Rank
+from kllm.engine.step import MicroStep, RankOutcome
 from kllm.errors import CapacityError, ConfigError
 from kllm.models.load import resolve
 from kllm.models.shape import collect_weights
 from kllm.parallel.footprint import weight_bytes
-from tests.bench.test_tp_vs_dp_parts import rows_of
+from tests.bench.rows import rows_of
 
 TINY = EngineConfig(model="deepseek-v4", scale="tiny", device="cpu", fidelity="rank-slice")
 SIZES: dict[str, Any] = {
@@ -96,21 +100,34 @@ def test_memory_that_forgets_is_no_capacity(monkeypatch: pytest.MonkeyPatch) -> 
         fill(config)
 
 
-def test_the_warm_up_meets_every_size_of_a_decode_step() -> None:
+@pytest.mark.parametrize("side", SIDES)
+def test_the_warm_up_meets_every_size_of_a_decode_step(
+    side: Side, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a full chunk, in each group."""
+    seen: list[tuple[bool, int]] = []
+    run = Rank.run
+
+    def watched(rank: Rank, micro: Sequence[MicroStep], requests: Sequence[Request]) -> RankOutcome:
+        seen.append((micro[0].decode_only, max(micro[0].peer_tokens)))
+        return run(rank, micro, requests)
+
+    monkeypatch.setattr(Rank, "run", watched)
+    layout = layout_of(side, 2)
     config = replace(
         TINY,
-        parallel=layout_of("dp", 2),
+        parallel=layout,
         max_model_len=128,
         scheduler=SchedulerConfig(max_batch=12, token_budget=48),
         cache=CacheConfig(memory_bytes=4 << 20),
     )
     engine = Engine(config)
-    run = run_workload(engine, warm_load(12, 32, 48))
+    found = run_workload(engine, warm_load(12, 32, 48 * layout.dp))
     engine.close()
-    assert run.complete
-    seen = {batch_bucket(s.num_decodes) for s in run.steps if s.num_decodes == s.num_tokens}
-    assert seen == {batch_bucket(n) for n in range(1, 13)}
-    assert max(s.num_tokens for s in run.steps) == 48
+    assert found.complete
+    decodes = {batch_bucket(tokens) for decode_only, tokens in seen if decode_only}
+    assert decodes == {batch_bucket(n) for n in range(1, 1 + 12 // layout.dp)}
+    assert max(tokens for _, tokens in seen) == 48
 
 
 @pytest.fixture(scope="module")
@@ -215,7 +232,7 @@ def test_real_processes_serve_both_layouts_in_turns(tmp_path: Path) -> None:
     result, _ = run_bench(bench, Context(config=config, repeats=1), tmp_path)
     assert result.fidelity == "real"
     assert [row["state"] for row in rows_of(result, "sweep:ISL 16")] == ["ok", "ok"]
-    assert ("dp", "count") not in [(r["layout"], r["placed_by"]) for r in rows_of(result, "skew")]
+    assert ("dp", "count") in [(r["layout"], r["placed_by"]) for r in rows_of(result, "skew")]
     assert rows_of(result, "claims")[-1]["fidelity"] == "real"
 
 

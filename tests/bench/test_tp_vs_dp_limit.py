@@ -5,10 +5,12 @@ import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kllm.bench import tp_vs_dp_serve
 from kllm.bench.base import Context
 from kllm.bench.record import Record
 from kllm.bench.run import subject_of
@@ -42,10 +44,11 @@ class Sweep:
 
         @contextmanager
         def no_engine(runner: Runner, side: Side, model: object) -> Iterator[Any]:
-            yield self
+            yield SimpleNamespace(side=side, budget=None)
             self._now += 100.0  # what lies between two layouts counts for neither
 
-        def serve(runner: Runner, engine: object, side: Side, point: Point, watch: object) -> Any:
+        def serve(engine: Any, point: Point, watch: object) -> Any:
+            side = engine.side
             took = seconds[side, point.in_flight]
             if took == NO_MEMORY:
                 raise CapacityError("no room")
@@ -55,7 +58,7 @@ class Sweep:
 
         monkeypatch.setattr(Runner, "_engine", no_engine)
         monkeypatch.setattr(Runner, "_warm_up", lambda *_: None)
-        monkeypatch.setattr(Runner, "_serve", serve)
+        monkeypatch.setattr(tp_vs_dp_serve, "_serve", serve)
         monkeypatch.setattr(time, "monotonic", lambda: self._now)
         self.runner = Runner(
             ctx=Context(config=CONFIG, repeats=1),
@@ -66,7 +69,6 @@ class Sweep:
             step_tokens=64,
             limit_s=LIMIT_S,
         )
-        self.budget: Any = None
 
     def run(self, *sides: Side) -> None:
         self.runner.run(dict.fromkeys(sides))

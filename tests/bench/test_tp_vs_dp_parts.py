@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from kllm.bench.serve_loop import RequestRow, WorkloadRun
 from kllm.bench.tp_vs_dp_analysis import (
     boundary_sentence,
     change_pct,
@@ -14,13 +13,12 @@ from kllm.bench.tp_vs_dp_analysis import (
     gain_rows,
 )
 from kllm.bench.tp_vs_dp_capacity import CAPACITY_CLAIM, CapacityBench
-from kllm.bench.tp_vs_dp_loads import LONG, Share, mixed, place, shares
-from kllm.bench.tp_vs_dp_serve import Served
+from kllm.bench.tp_vs_dp_loads import LONG, mixed
+from kllm.bench.tp_vs_dp_serve import PLACEMENTS, Placement
 from kllm.config import SchedulerConfig
 from kllm.core import Request, SamplingParams
 from kllm.results.claims import side_by_side
 from kllm.results.schema import RunResult
-from kllm.scheduler.placement import least_loaded
 from kllm.scheduler.scheduler import Scheduler
 from tests.bench.rows import rows_of
 
@@ -131,20 +129,6 @@ def test_a_pool_is_full_with_the_first_request_that_has_no_pages() -> None:
     assert full_from(160, 1, 16, 161) == 1
 
 
-def test_placement_is_the_engines() -> None:
-    groups = [
-        Scheduler(SchedulerConfig(max_batch=4), num_pages=64, page_size=16, max_model_len=512)
-        for _ in range(3)
-    ]
-    lengths = [100, 7, 9, 30, 30, 1, 64, 200, 12, 5, 5, 80]
-    homes: list[list[int]] = [[], [], []]
-    for i, length in enumerate(lengths):
-        group = least_loaded(groups)
-        groups[group].add(Request(f"r{i}", [1] * length, SamplingParams(), 0.0))
-        homes[group].append(i)
-    assert place(lengths, 3) == homes
-
-
 def test_mixes_have_the_same_number_of_tokens() -> None:
     for mix in ("even", "periodic", "giant"):
         load = mixed(mix, requests=64, isl=512, osl=16, ranks=8)  # type: ignore[arg-type]
@@ -153,50 +137,22 @@ def test_mixes_have_the_same_number_of_tokens() -> None:
         assert total == pytest.approx(64 * 512, rel=0.01)
 
 
-def test_periodic_lengths_pile_up_by_count_and_not_by_tokens() -> None:
-    lengths = [r.isl for r in mixed("periodic", requests=64, isl=512, osl=4, ranks=8).shapes()]
+@pytest.mark.parametrize(("placement", "least", "most"), [("count", 4, 8), ("tokens", 1, 1.3)])
+def test_periodic_lengths_pile_up_by_count_and_not_by_tokens(
+    placement: Placement, least: float, most: float
+) -> None:
+    lengths = [r.isl for r in mixed("periodic", requests=64, isl=64, osl=4, ranks=8).shapes()]
     assert max(lengths) == LONG * min(lengths)
-
-    def heaviest(by: str) -> float:
-        loads = [sum(lengths[i] for i in g) for g in place(lengths, 8, by)]  # type: ignore[arg-type]
-        return max(loads) / (sum(loads) / 8)
-
-    assert heaviest("count") > 4
-    assert heaviest("tokens") < 1.3
-
-
-def test_a_giant_prompt_cannot_be_balanced() -> None:
-    load = mixed("giant", requests=16, isl=100, osl=4, ranks=4)
-    busiest, others = shares(load, 4)
-    assert [row.isl for row in busiest.load.shapes()] == [800]
-    assert (busiest.weight, others.weight) == (1, 15)
-    assert others.load.num_requests == 5
-
-
-@pytest.mark.parametrize(("requests", "held"), [(16, [4]), (2, [1]), (10, [3, 2])])
-def test_shares_stand_for_all_requests(requests: int, held: list[int]) -> None:
-    found = shares(mixed("even", requests=requests, isl=9, osl=4, ranks=4), 4)
-    assert [share.load.num_requests for share in found] == held
-    assert sum(share.weight for share in found) == requests
-
-
-def served(duration_s: float, ttft_s: float, load_requests: int) -> WorkloadRun:
-    load = mixed("even", requests=load_requests, isl=8, osl=4, ranks=2)
-    row = RequestRow(
-        arrival_s=0, isl=8, osl=4, ttft_s=ttft_s, tpot_s=ttft_s / 10, e2e_s=duration_s,
-        finish="length", preemptions=0,
-    )  # fmt: skip
-    return WorkloadRun(workload=load, rows=[row] * load_requests, duration_s=duration_s)
-
-
-def test_the_slowest_rank_sets_the_rate_and_all_requests_the_mean() -> None:
-    whole = mixed("even", requests=8, isl=8, osl=4, ranks=2)
-    part = mixed("even", requests=2, isl=8, osl=4, ranks=2)
-    runs = [(Share(part, 2), served(4.0, 2.0, 2)), (Share(part, 6), served(1.0, 1.0, 2))]
-    found = Served.of(runs, whole)
-    assert found.output_tokens_per_s == pytest.approx(8 * 4 / 4.0)
-    assert found.ttft_s == pytest.approx((2 * 2.0 + 6 * 1.0) / 8)
-    assert found.tpot_s == pytest.approx(found.ttft_s / 10)
+    groups = [
+        Scheduler(SchedulerConfig(max_batch=4), num_pages=64, page_size=16, max_model_len=512)
+        for _ in range(8)
+    ]
+    loads = [0] * 8
+    for i, length in enumerate(lengths):
+        group = PLACEMENTS[placement](groups)
+        groups[group].add(Request(f"r{i}", [1] * length, SamplingParams(), 0.0))
+        loads[group] += length
+    assert least <= max(loads) / (sum(loads) / 8) < most
 
 
 def test_capacity_is_stored_where_it_is_asked_for(tmp_path: Path) -> None:

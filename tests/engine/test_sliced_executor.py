@@ -8,10 +8,10 @@ from torch import Tensor
 
 from kllm.attention.context import ForwardContext
 from kllm.config import EngineConfig, ParallelConfig, SchedulerConfig
-from kllm.core import Request, SamplingParams
+from kllm.core import Plan, Request, SamplingParams
 from kllm.engine.engine import Engine
 from kllm.engine.rank import Rank
-from kllm.engine.sliced import SlicedExecutor
+from kllm.engine.sliced import SlicedExecutor, busiest
 from kllm.engine.step import MicroStep, RankOutcome
 from kllm.layers.moe import MoE
 from kllm.models.load import resolve
@@ -91,7 +91,7 @@ def test_a_slice_knows_its_requests_from_what_it_is_told(
 def test_a_slice_of_any_expert_group_has_peers(
     layout: ParallelConfig, number: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Groups that are absent run as many tokens as the one that is here."""
+    """As many tokens as the groups that are absent have planned."""
     seen: list[tuple[int, ...]] = []
     forward = MoE.forward
 
@@ -103,9 +103,66 @@ def test_a_slice_of_any_expert_group_has_peers(
     engine = sliced("deepseek-v4-flash", layout, number)
     params = SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True)
     try:
-        engine.add([3, 5, 7], params)
+        for _ in range(layout.dp):
+            engine.add([3, 5, 7], params)
         while engine.has_work:
             engine.step()
     finally:
         engine.close()
-    assert set(seen) == {(3, 3), (1, 1)}, "a prompt, then a decode"
+    assert set(seen) == {(3, 3), (1, 1)}, "prompts, then decodes"
+
+
+@pytest.mark.parametrize("number", range(3))
+def test_each_step_is_that_of_the_busiest_group(
+    number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It runs in the place of the rank's own group, whose tokens stand in that of the busiest."""
+    seen: list[tuple[int, tuple[int, ...]]] = []
+    run = Rank.run
+
+    def watched(rank: Rank, micro: Sequence[MicroStep], requests: Sequence[Request]) -> RankOutcome:
+        plan = micro[0].plan
+        assert plan is not None
+        seen.append((plan.num_tokens, micro[0].peer_tokens))
+        return run(rank, micro, requests)
+
+    monkeypatch.setattr(Rank, "run", watched)
+    engine = sliced("deepseek-v4-flash", ParallelConfig(dp=3), number)
+    prompts, outputs = [[3] * 9, [5] * 4, [7] * 6], [2, 6, 4]  # in the order of the groups
+    requests = []
+    try:
+        for prompt, count in zip(prompts, outputs, strict=True):
+            params = SamplingParams(max_tokens=count, temperature=0.0, ignore_eos=True)
+            requests.append(engine.add(prompt, params))
+        while engine.has_work:
+            engine.step()
+    finally:
+        engine.close()
+    first = [9, 4, 6]
+    first[number], first[0] = first[0], first[number]
+    assert seen[0] == (9, tuple(first))
+    assert [tokens for tokens, _ in seen[1:]] == [1] * 5, "as long as any group has work"
+    assert [len(request.output_ids) for request in requests] == outputs
+    assert not any(requests[1].output_ids[:2]), "tokens of absent ranks are 0"
+
+
+def test_the_busiest_group_has_the_most_tokens_then_the_longest_contexts() -> None:
+    def plan(tokens: int, context: int) -> Plan:
+        one = np.ones(1, np.int32)
+        ids = np.zeros(tokens, np.int64)
+        return Plan(
+            step=0,
+            num_decodes=0,
+            rows=one,
+            query_lens=one * tokens,
+            context_lens=one * context,
+            token_ids=ids,
+            positions=ids,
+            block_tables=one[None],
+            samples=np.ones(1, np.bool_),
+        )
+
+    assert busiest([plan(4, 9), plan(5, 5), None], 0) == 1
+    assert busiest([plan(4, 9), plan(4, 10)], 0) == 1
+    assert busiest([plan(4, 9), None, plan(4, 9)], 2) == 2, "its own among equals"
+    assert busiest([None, plan(1, 1)], 0) == 1

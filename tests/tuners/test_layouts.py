@@ -122,15 +122,15 @@ def test_shares_of_all_groups_are_the_workload(dp: int) -> None:
     assert part.max_tokens <= LOAD.max_tokens
 
 
-def test_rates_of_a_slice_are_those_of_all_groups() -> None:
+def test_rates_are_told_by_gpu_too() -> None:
     row = Served(1.0, 0.1, 0.01, 1.0, 10, 50, True)
     late = row._replace(ttft_s=9.0)
-    outcome = Outcome(state="complete", run_s=2.0, requests=(row, late), groups=4, ranks=8)
+    outcome = Outcome(state="complete", run_s=2.0, requests=(row, late), ranks=8)
     metrics = measure(outcome, Slo(ttft_s=1.0))
-    assert metrics["output_tokens_per_s"] == 4 * 100 / 2
-    assert metrics["goodput_tokens_per_s"] == 4 * 50 / 2
-    assert metrics["goodput_per_gpu_tokens_per_s"] == 4 * 50 / 2 / 8
-    assert metrics["requests_per_s"] == 4.0
+    assert metrics["output_tokens_per_s"] == 100 / 2
+    assert metrics["goodput_tokens_per_s"] == 50 / 2
+    assert metrics["goodput_per_gpu_tokens_per_s"] == 50 / 2 / 8
+    assert metrics["requests_per_s"] == 1.0
     assert metrics["attainment"] == 0.5
     assert "goodput_per_gpu_tokens_per_s" not in measure(replace(outcome, ranks=1), Slo())
 

@@ -10,7 +10,6 @@ import pytest
 
 from kllm.bench.workloads import Lengths, Workload
 from kllm.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
-from kllm.tuners.layouts import share_of
 from kllm.tuners.objective import Slo
 from kllm.tuners.outcome import measure
 from kllm.tuners.trial import WorkerRunner
@@ -82,16 +81,14 @@ def test_attention_is_chosen_again_for_other_kv() -> None:
 def test_trial_of_a_layout_says_what_it_is(runner: WorkerRunner, fidelity: str) -> None:
     layout = ParallelConfig(dp=2, ep=2)
     config = replace(CONFIG, parallel=layout, fidelity=fidelity)
-    sliced = fidelity == "rank-slice"
-    part, groups = share_of(WORKLOAD, 2) if sliced else (WORKLOAD, 1)
-    outcome = runner.run(config, part, groups=groups)
+    outcome = runner.run(config, WORKLOAD)
     assert outcome.state == "complete", outcome.reason
-    assert (outcome.fidelity, outcome.groups, outcome.ranks) == (fidelity, 2 if sliced else 1, 2)
-    assert len(outcome.requests) == outcome.num_requests == (3 if sliced else 6)
+    assert (outcome.fidelity, outcome.ranks) == (fidelity, 2)
+    assert len(outcome.requests) == outcome.num_requests == 6
     own = sum(row.osl for row in outcome.requests)
-    assert outcome.ticks[-1].output_tokens == outcome.num_output_tokens == groups * own
+    assert outcome.ticks[-1].output_tokens == outcome.num_output_tokens == own
     other = replace(config, scheduler=SchedulerConfig(max_batch=2))
-    assert runner.run(other, part, groups=groups).state == "complete"
+    assert runner.run(other, WORKLOAD).state == "complete"
 
 
 def test_config_that_the_engine_refuses_is_a_failed_trial_with_its_sentence(
