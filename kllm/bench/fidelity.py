@@ -5,21 +5,19 @@ the link that was measured on this machine (`rank-slice`), taking turns where th
 both. Without a second device the slice is compared with the cost model (`modelled`).
 """
 
-import contextlib
-import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
-from kllm.bench.base import Context, warming_up
+from kllm.bench.base import Context
+from kllm.bench.fidelity_exchange import add_exchanges
 from kllm.bench.fidelity_findings import (
     MODEL_OF_SLICE,
     SLICE_OF_REAL,
     Pair,
-    Values,
     add_errors,
     boundary,
     conditions,
@@ -27,27 +25,28 @@ from kllm.bench.fidelity_findings import (
     verdict,
 )
 from kllm.bench.fidelity_model import LayoutModel
-from kllm.bench.fidelity_sides import UNITS, FidelityLoad, Ranks, Side
-from kllm.bench.fidelity_transfer import add_transfers
+from kllm.bench.fidelity_rounds import (
+    FAILURES,
+    SHARE_OF_BOTH,
+    WORKING_BYTES,
+    Rounds,
+    Run,
+    Values,
+)
+from kllm.bench.fidelity_sides import UNITS, FidelityLoad, Ranks
+from kllm.bench.fidelity_transfer import add_transfers, buffers_of
 from kllm.bench.record import Record
-from kllm.bench.timing import interleave
 from kllm.config import EngineConfig, ParallelConfig
-from kllm.errors import CapacityError, ConfigError, KllmError, one_line
+from kllm.errors import ConfigError, one_line
 from kllm.hardware import Ceilings, ceilings, release_memory
 from kllm.models.devices import free_bytes
-from kllm.models.load import ResolvedModel, largest_scale, rank_bytes, resolve
+from kllm.models.load import largest_scale, resolve
 from kllm.parallel import expert_deep_ep
 from kllm.parallel.layout import short_name
 from kllm.parallel.link import MEASURED, parse_link
-from kllm.parallel.single import SingleComm
 from kllm.results.schema import Fidelity
 
-WORKING_BYTES = 6 << 30  # of KV, activations and libraries beside the weights of one side
-SHARE_OF_BOTH = 0.9  # of a device, when both sides lie on it
-# What a layout may fail with, here or on its ranks; the others go on.
-FAILURES = (KllmError, RuntimeError, MemoryError, AssertionError)
 LOAD = FidelityLoad(isl=8192, osl=32, requests=8)
-EXPERT_BACKENDS = ("deep_ep", "all_to_all", "all_gather")
 
 
 def layouts_of(world: int) -> tuple[ParallelConfig, ...]:
@@ -153,17 +152,21 @@ class FidelityBench:
                 "needs all ranks."
             )
         with Ranks(self.world) as ranks:
+            rounds = Rounds(ctx=ctx, load=self.load, ranks=ranks)
             for done, layout in enumerate(self._layouts):
                 ctx.progress(short_name(layout), done, len(self._layouts))
                 if self._late(begin_s):
                     self._failed(record, layout, f"not begun within {self.limit_s:.0f} s")
                     continue
-                self._layout(ctx, record, layout, found, ranks)
+                self._layout(rounds, record, layout, found)
             if SLICE_OF_REAL in self.pairs:
-                self._expert_backends(ctx, record, ranks, begin_s)
+                at = (len(self._layouts), len(self._layouts))
+                add_exchanges(record, rounds, self.world, lambda: self._late(begin_s), at)
         if SLICE_OF_REAL in self.pairs and not self._late(begin_s):
             ctx.progress("transfers", len(self._layouts), len(self._layouts))
-            self._transfers(record, resolved, found, kind)
+            assert found.links is not None
+            buffers = buffers_of(resolved, self.load, self.world)
+            add_transfers(record, kind, buffers, found.links.bytes_per_s)
         ctx.progress("done", len(self._layouts), len(self._layouts))
 
     def _late(self, begin_s: float) -> bool:
@@ -175,18 +178,17 @@ class FidelityBench:
             record.row(series_of(pair), row)
 
     def _layout(
-        self,
-        ctx: Context,
-        record: Record,
-        layout: ParallelConfig,
-        found: Ceilings,
-        ranks: Ranks,
+        self, rounds: Rounds, record: Record, layout: ParallelConfig, found: Ceilings
     ) -> None:
         """Run both sides of a layout and compare; a failure marks the layout."""
+        wanted: list[Run] = ["real", "rank-slice"]
+        if SLICE_OF_REAL not in self.pairs:
+            wanted.remove("real")
+        at = (self._layouts.index(layout), len(self._layouts))
         try:
-            values, pool_tokens = self._sides(ctx, layout, ranks)
+            values, pool_tokens = rounds.compare(layout, wanted, short_name(layout), at)
             if MODEL_OF_SLICE in self.pairs:
-                values["modelled"] = self._modelled(ctx, layout, found, pool_tokens)
+                values["modelled"] = self._modelled(rounds.ctx, layout, found, pool_tokens)
         except FAILURES as error:
             self._failed(record, layout, one_line(error))
             return
@@ -207,60 +209,6 @@ class FidelityBench:
         for pair in self.pairs:
             add_errors(record, layout, pair, values)
 
-    def _sides(
-        self, ctx: Context, layout: ParallelConfig, ranks: Ranks
-    ) -> tuple[dict[Fidelity, Values], int]:
-        """Repeats of each side that runs, and the tokens of the slice's KV pool."""
-        wanted: list[Literal["real", "rank-slice"]] = ["rank-slice"]
-        if SLICE_OF_REAL in self.pairs:
-            wanted.insert(0, "real")
-        if len(wanted) == 2 and holds_both(ctx.config, layout):
-            with contextlib.suppress(CapacityError, torch.OutOfMemoryError):
-                return self._run(ctx, layout, wanted, ranks)
-            release_memory()  # they fit one after the other, perhaps
-        values: dict[Fidelity, Values] = {}
-        pool_tokens = 0
-        for fidelity in wanted:
-            found, pool_tokens = self._run(ctx, layout, [fidelity], ranks)
-            values |= found
-            release_memory()
-        return values, pool_tokens
-
-    def _run(
-        self,
-        ctx: Context,
-        layout: ParallelConfig,
-        wanted: Sequence[Literal["real", "rank-slice"]],
-        ranks: Ranks,
-        what: str = "",
-    ) -> tuple[dict[Fidelity, Values], int]:
-        """Sides that lie in memory at the same time, taking turns.
-
-        Args:
-            what: to tell of it once all layouts are done; empty: the layout.
-        """
-        count = len(self._layouts)
-        at = (count if what else self._layouts.index(layout), count)
-        what = what or short_name(layout)
-        with _open(ctx.config, layout, wanted, self.load, ranks) as sides:
-            ctx.progress(warming_up(what), *at)
-            for side in sides.values():
-                side.warm_up(ctx.seed)
-            ctx.progress(what, *at)
-            runs = interleave(
-                {name: _runner(side, ctx.seed) for name, side in sides.items()},
-                repeats=ctx.repeats,
-                warmup=0,
-            )
-            tokens = {side.pool_tokens for side in sides.values()}
-            if len(tokens) > 1:
-                raise CapacityError(f"beside each other the sides have KV pools of {tokens} tokens")
-        values: dict[Fidelity, Values] = {
-            name: {what: [run[what] for run in runs[name]] for what in runs[name][0]}
-            for name in wanted
-        }
-        return values, tokens.pop()
-
     def _modelled(
         self, ctx: Context, layout: ParallelConfig, found: Ceilings, pool_tokens: int
     ) -> Values:
@@ -270,81 +218,7 @@ class FidelityBench:
         values = model.values(self.load, ctx.config.scheduler.token_budget, pool_tokens)
         return {what: [value] for what, value in values.items()}
 
-    def _expert_backends(self, ctx: Context, record: Record, ranks: Ranks, begin_s: float) -> None:
-        """Time DeepEP against the other exchanges where it loads; else note why it does not."""
-        resolved = resolve(ctx.config)
-        width: int = resolved.config.hidden_size
-        why = None
-        if not expert_deep_ep.installed() or not resolved.device.startswith("cuda"):
-            device, dtype = torch.device(resolved.device), getattr(torch, resolved.dtype)
-            why = expert_deep_ep.problem(SingleComm(), width, 1, device, dtype)
-        if why is not None:
-            record.notes.append(f"DeepEP was not measured: {why}.")
-            return
-        for backend in EXPERT_BACKENDS:
-            if self._late(begin_s):
-                return
-            layout = ParallelConfig(dp=self.world, ep=self.world, ep_backend=backend)
-            row: dict[str, Any] = {"backend": backend, "fidelity": "real"}
-            try:
-                values, _ = self._run(ctx, layout, ["real"], ranks, f"experts by {backend}")
-            except FAILURES as error:
-                record.row("expert exchange", row | {"state": "failed", "reason": one_line(error)})
-                continue
-            for what, repeats in values["real"].items():
-                row[what] = statistics.median(repeats)
-            record.row("expert exchange", row | {"state": "ok"}, UNITS)
-
-    def _transfers(
-        self, record: Record, resolved: ResolvedModel, found: Ceilings, kind: str
-    ) -> None:
-        """Move a request's KV and a rank's weights from one process to another."""
-        spec = resolved.family.cache_spec(resolved.config)
-        tokens = self.load.isl + self.load.osl
-        entries = spec.bytes_per_token(resolved.kv_dtype) * tokens
-        tensors = resolved.family.manifest(resolved.config)
-        sizes = {
-            "a request's KV": int(entries + spec.bytes_per_request(resolved.kv_dtype, 0)),
-            "a rank's weights": rank_bytes(tensors, ParallelConfig(tp=self.world), resolved.dtype),
-        }
-        assert found.links is not None
-        add_transfers(record, kind, sizes, found.links.bytes_per_s)
-
     def conclude(self, record: Record) -> None:
         """Name the layouts whose estimates are too far off."""
         record.verdict = " ".join(verdict(record, pair) for pair in self.pairs)
         record.boundary = boundary(record, self.pairs[0])
-
-
-def holds_both(config: EngineConfig, layout: ParallelConfig) -> bool:
-    """Whether a device has room for a rank and a slice of the same layout."""
-    resolved = resolve(config)
-    device = torch.device(resolved.device)
-    if device.type == "cpu":
-        return True
-    tensors = resolved.family.manifest(resolved.config)
-    side = rank_bytes(tensors, layout, resolved.dtype) + WORKING_BYTES
-    return 2 * side <= SHARE_OF_BOTH * free_bytes(device)
-
-
-@contextlib.contextmanager
-def _open(
-    config: EngineConfig,
-    layout: ParallelConfig,
-    wanted: Sequence[Literal["real", "rank-slice"]],
-    load: FidelityLoad,
-    ranks: Ranks,
-) -> Iterator[dict[str, Side]]:
-    sides: dict[str, Side] = {}
-    try:
-        for fidelity in wanted:
-            sides[fidelity] = Side(config, layout, fidelity, load, ranks)
-        yield sides
-    finally:
-        for side in sides.values():
-            side.close()
-
-
-def _runner(side: Side, seed: int) -> Callable[[], Mapping[str, float]]:
-    seeds = iter(range(seed + 1, seed + 1_000_000))  # both sides have the same prompts in a round
-    return lambda: side.run(next(seeds))

@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from kllm.bench.fidelity_rounds import Values
 from kllm.bench.fidelity_sides import MEMORY, UNITS
 from kllm.bench.record import Record
 from kllm.config import ParallelConfig
@@ -14,7 +15,6 @@ from kllm.results.schema import Fidelity
 
 TIME_LIMIT, MEMORY_LIMIT = 10.0, 3.0  # percent that an estimate may be off
 
-Values = Mapping[str, Sequence[float]]  # repeats by the names of UNITS
 Pair = tuple[Fidelity, Fidelity]  # the estimate, and what it is held against
 SLICE_OF_REAL: Pair = ("rank-slice", "real")
 MODEL_OF_SLICE: Pair = ("modelled", "rank-slice")

@@ -18,9 +18,12 @@ import torch.multiprocessing as mp
 from kllm.bench.fidelity_mooncake import Mooncake
 from kllm.bench.fidelity_nixl import Nixl
 from kllm.bench.fidelity_pair import Open, seconds_between
+from kllm.bench.fidelity_sides import FidelityLoad
 from kllm.bench.record import Record
+from kllm.config import ParallelConfig
 from kllm.errors import DependencyError, KllmError, one_line
 from kllm.hardware.links import in_processes, seconds_of_call
+from kllm.models.load import ResolvedModel, rank_bytes
 
 MOST_BYTES = {"cuda": 2 << 30, "cpu": 16 << 20}  # of a buffer; more of them take as much longer
 ONE_WAY = (
@@ -78,6 +81,21 @@ WAYS = (
         open_end=partial(Mooncake, "tcp"),
     ),
 )
+
+
+def buffers_of(resolved: ResolvedModel, load: FidelityLoad, world: int) -> dict[str, int]:
+    """What engines hand to each other, to its bytes: KV to decode with, weights to start with.
+
+    Args:
+        world: ranks that have the weights cut by heads and columns.
+    """
+    spec = resolved.family.cache_spec(resolved.config)
+    entries = spec.bytes_per_token(resolved.kv_dtype) * (load.isl + load.osl)
+    tensors = resolved.family.manifest(resolved.config)
+    return {
+        "a request's KV": int(entries + spec.bytes_per_request(resolved.kv_dtype, 0)),
+        "a rank's weights": rank_bytes(tensors, ParallelConfig(tp=world), resolved.dtype),
+    }
 
 
 def add_transfers(
