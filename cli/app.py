@@ -1,7 +1,7 @@
 """The command line: the Typer app, and the one place that turns an error into an exit code.
 
-Exit codes: 0 done, 1 the run failed or a threshold was missed, 2 wrong usage or config,
-3 not enough hardware, 130 interrupted by Ctrl-C or SIGTERM.
+Exit codes: 0 done, 1 the run failed or a threshold was missed, 2 wrong usage or config or a file
+that cannot be used, 3 not enough hardware, 130 interrupted by Ctrl-C or SIGTERM.
 """
 
 import errno

@@ -28,7 +28,7 @@ def compare(
 ) -> None:
     """Say for every metric whether the candidate is better, worse or the same, or can't be told.
 
-    Exit code 1 when a metric is worse, 2 when the results cannot be compared.
+    Exit code 1 when a metric is worse, 2 when the results cannot be read or compared.
     """
     from rich.markup import escape
     from rich.table import Table

@@ -40,14 +40,15 @@ def read_defaults(path: Path, command: Any) -> dict[str, Any]:
         command: the root command, whose sub-commands and parameters are the valid keys.
 
     Raises:
-        DataError: when the file is not TOML.
+        DataError: when the file cannot be read, or is not TOML.
         ConfigError: naming file and key, for a command or option that does not exist or a
             value of the wrong type.
     """
     try:
         data = tomllib.loads(path.read_text())
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise DataError(f"config file {path} cannot be read: {error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"config file {path} cannot be read: {reason}") from None
     return _checked(path, data, command, ())
 
 

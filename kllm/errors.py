@@ -4,7 +4,7 @@ KllmError                 1  the run failed, or a threshold was missed
 ├── ConfigError           2  wrong usage: an option, a config, a layout or a model that cannot be
 ├── CapacityError         3  sound, but this machine cannot hold it (memory, devices)
 ├── DependencyError       1  an optional library is missing or too old
-├── DataError             1  a file that cannot be read: weights, results, recipes, storage
+├── DataError             2  a file or storage that cannot be read, written or understood
 └── WorkerError           1  a child process or a rank died, hung or answered nonsense
 """
 
@@ -32,7 +32,12 @@ class DependencyError(KllmError):
 
 
 class DataError(KllmError):
-    """A file or a storage that cannot be read or written as what it claims to be."""
+    """A file or a storage that cannot be read or written as what it claims to be.
+
+    As with `diff` and `grep`, trouble is 2: a 1 of `kllm compare` is a regression and nothing else.
+    """
+
+    exit_code = 2
 
 
 class WorkerError(KllmError):

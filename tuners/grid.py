@@ -86,7 +86,9 @@ def load(path: Path) -> Grid:
     """
     header, found = read_lines(path)
     if header is None:
-        raise DataError(f"{path} is empty; record a grid with python -m kllm.tuners.grid")
+        raise DataError(
+            f"there is no grid in {path}; record one with `kllm tune-quality {path} --record MODEL`"
+        )
     space = space_of(header)
     outcomes: dict[int, Outcome] = {}
     for measured in found:

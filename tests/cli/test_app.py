@@ -37,7 +37,7 @@ def test_the_module_is_the_command() -> None:
     [
         (KllmError("it broke; do this"), 1, "error: it broke; do this"),
         (ConfigError("no such thing"), 2, "error: no such thing"),
-        (DataError("unreadable"), 1, "error: unreadable"),
+        (DataError("unreadable"), 2, "error: unreadable"),
         (CapacityError("too large"), 3, "error: too large"),
         (MemoryError(), 3, "out of memory on the host"),
         (OSError(errno.ENOSPC, "full", "out.json"), 1, "no space left on the disk while writing"),
