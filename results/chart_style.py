@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
 
-from kllm.results.schema import RunResult, Series
+from kllm.results.schema import LEFT_OUT, RunResult, Series
 from kllm.results.store import frame
 
 # Okabe and Ito 2008: told apart with every common colour blindness, on white and on black.
@@ -167,13 +167,25 @@ def band(axes: Axes, table: pd.DataFrame, x: pd.Series, column: str, colour: str
         axes.fill_between(x, low, high, color=colour, alpha=0.2, lw=0)
 
 
-def mark_missing(axes: Axes, table: pd.DataFrame, x: pd.Series) -> None:
-    """A cross on the axis where a point could not run."""
+def mark_missing(axes: Axes, table: pd.DataFrame, x: pd.Series) -> bool:
+    """On the axis, a cross where a point could not run and a ring where it was left out.
+
+    Returns:
+        Whether there is one.
+    """
     if "state" not in table.columns:
-        return
-    failed = x[table["state"].notna() & ~table["state"].astype(str).eq("ok")]
-    if len(failed):
-        axes.plot(
-            failed, np.full(len(failed), 0.03), "X", color=RED, ms=10, label="could not run",
-            transform=axes.get_xaxis_transform(), clip_on=False,
-        )  # fmt: skip
+        return False
+    state = table["state"].fillna("ok").astype(str)
+    left_out = state.eq(LEFT_OUT)
+    failed = state.ne("ok") & ~left_out
+    for label, marked, marker, colour in (
+        ("could not run", failed, "X", RED),
+        (LEFT_OUT, left_out, "o", GREY),
+    ):
+        if marked.any():
+            axes.plot(
+                x[marked], np.full(marked.sum(), 0.03), marker, color=colour, ms=10, label=label,
+                fillstyle="full" if marker == "X" else "none", clip_on=False,
+                transform=axes.get_xaxis_transform(),
+            )  # fmt: skip
+    return bool(state.ne("ok").any())

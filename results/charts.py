@@ -12,7 +12,8 @@ ones leave the chart out):
                   "/s") among the metrics of "trials"
     "sweep"       first column: the swept variable (batch); step_ms and floor_ms give the chart
                   of step time against its floor; every other numeric column is drawn in one
-                  panel per unit; state other than "ok" marks a point that could not run
+                  panel per unit; state "left out" marks a point that was not begun, any other
+                  but "ok" one that could not run
     "sweep:NAME"  the same for any sweep: first column x, numeric columns y
     "gain:NAME"   a comparison along its deciding variable: first column x, second the change in
                   percent; a crossing of zero is marked as the boundary

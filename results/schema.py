@@ -24,6 +24,8 @@ Kind = Literal["bench", "tune", "load"]
 # value for each request (not independent repeats); exact: a count that repeats bit for bit.
 Sample = Literal["repeat", "process", "request", "exact"]
 Cell = float | int | bool | str | None
+# State of a row, as "ok" and "failed" are: nothing went wrong, but the point was not to be begun.
+LEFT_OUT = "left out"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

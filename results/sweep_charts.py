@@ -108,9 +108,9 @@ def _draw_panel(
     axes.set_ylabel(axis_label(columns[0], unit) if len(columns) == 1 else unit or "value")
     values = np.concatenate([numeric(table, c).dropna().to_numpy() for c in columns])
     _scale_y(axes, values, log_from=30)
-    mark_missing(axes, table, x)
+    missing = mark_missing(axes, table, x)
     spaced_ticks(axes, [float(v) for v in x.dropna()])
-    if len(columns) > 1 or "could not run" in axes.get_legend_handles_labels()[1]:
+    if len(columns) > 1 or missing:
         legend_above(axes)
 
 

@@ -5,7 +5,6 @@ the link that was measured on this machine (`rank-slice`), taking turns where th
 both. Without a second device the slice is compared with the cost model (`modelled`).
 """
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -21,7 +20,7 @@ from kllm.bench.fidelity_findings import (
     add_errors,
     boundary,
     conditions,
-    series_of,
+    summary_of,
     verdict,
 )
 from kllm.bench.fidelity_model import LayoutModel
@@ -29,6 +28,7 @@ from kllm.bench.fidelity_rounds import (
     FAILURES,
     SHARE_OF_BOTH,
     WORKING_BYTES,
+    Limit,
     Rounds,
     Run,
     Values,
@@ -136,7 +136,7 @@ class FidelityBench:
 
     def measure(self, ctx: Context, record: Record) -> None:
         """Compare every layout, then what only two devices can show."""
-        begin_s = time.monotonic()
+        limit = Limit(self.limit_s)
         if SLICE_OF_REAL in self.pairs:
             ctx = replace(ctx, config=replace(ctx.config, link=MEASURED))
         resolved = resolve(ctx.config)
@@ -155,27 +155,27 @@ class FidelityBench:
             rounds = Rounds(ctx=ctx, load=self.load, ranks=ranks)
             for done, layout in enumerate(self._layouts):
                 ctx.progress(short_name(layout), done, len(self._layouts))
-                if self._late(begin_s):
-                    self._failed(record, layout, f"not begun within {self.limit_s:.0f} s")
-                    continue
-                self._layout(rounds, record, layout, found)
+                if limit.passed:
+                    self._mark(record, layout, limit.cells)
+                else:
+                    self._layout(rounds, record, layout, found)
             if SLICE_OF_REAL in self.pairs:
                 at = (len(self._layouts), len(self._layouts))
-                add_exchanges(record, rounds, self.world, lambda: self._late(begin_s), at)
-        if SLICE_OF_REAL in self.pairs and not self._late(begin_s):
+                add_exchanges(record, rounds, self.world, limit, at)
+        if SLICE_OF_REAL in self.pairs:
             ctx.progress("transfers", len(self._layouts), len(self._layouts))
-            assert found.links is not None
-            buffers = buffers_of(resolved, self.load, self.world)
-            add_transfers(record, kind, buffers, found.links.bytes_per_s)
+            if limit.passed:
+                record.row("transfers", limit.cells)
+            else:
+                assert found.links is not None
+                buffers = buffers_of(resolved, self.load, self.world)
+                add_transfers(record, kind, buffers, found.links.bytes_per_s)
         ctx.progress("done", len(self._layouts), len(self._layouts))
 
-    def _late(self, begin_s: float) -> bool:
-        return bool(self.limit_s) and time.monotonic() - begin_s > self.limit_s
-
-    def _failed(self, record: Record, layout: ParallelConfig, reason: str) -> None:
+    def _mark(self, record: Record, layout: ParallelConfig, cells: Mapping[str, str]) -> None:
+        """Rows of a layout that was not measured."""
         for pair in self.pairs:
-            row = {"layout": short_name(layout), "state": "failed", "reason": reason}
-            record.row(series_of(pair), row)
+            record.row(summary_of(pair), {"layout": short_name(layout), **cells})
 
     def _layout(
         self, rounds: Rounds, record: Record, layout: ParallelConfig, found: Ceilings
@@ -190,7 +190,7 @@ class FidelityBench:
             if MODEL_OF_SLICE in self.pairs:
                 values["modelled"] = self._modelled(rounds.ctx, layout, found, pool_tokens)
         except FAILURES as error:
-            self._failed(record, layout, one_line(error))
+            self._mark(record, layout, {"state": "failed", "reason": one_line(error)})
             return
         finally:
             release_memory()

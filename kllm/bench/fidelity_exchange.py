@@ -1,12 +1,11 @@
 """The exchanges of experts' tokens against each other: DeepEP, all_to_all and all_gather."""
 
 import statistics
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from kllm.bench.fidelity_rounds import FAILURES, Rounds
+from kllm.bench.fidelity_rounds import FAILURES, Limit, Rounds
 from kllm.bench.fidelity_sides import UNITS
 from kllm.bench.record import Record
 from kllm.config import EngineConfig, ParallelConfig
@@ -19,13 +18,12 @@ BACKENDS = ("deep_ep", "all_to_all", "all_gather")
 
 
 def add_exchanges(
-    record: Record, rounds: Rounds, world: int, late: Callable[[], bool], at: tuple[int, int]
+    record: Record, rounds: Rounds, world: int, limit: Limit, at: tuple[int, int]
 ) -> None:
     """Run a layout with each exchange where DeepEP loads, a row each; else note why it does not.
 
     Args:
         world: ranks, all of which run.
-        late: whether nothing further may begin.
         at: points that are done, and points in all.
     """
     why = _why_not(rounds.ctx.config)
@@ -33,10 +31,11 @@ def add_exchanges(
         record.notes.append(f"DeepEP was not measured: {why}.")
         return
     for backend in BACKENDS:
-        if late():
-            return
-        layout = ParallelConfig(dp=world, ep=world, ep_backend=backend)
         row: dict[str, Any] = {"backend": backend, "fidelity": "real"}
+        if limit.passed:
+            record.row("expert exchange", row | limit.cells)
+            continue
+        layout = ParallelConfig(dp=world, ep=world, ep_backend=backend)
         try:
             values, _ = rounds.run(layout, ["real"], f"experts by {backend}", at)
         except FAILURES as error:

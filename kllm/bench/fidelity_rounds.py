@@ -1,8 +1,9 @@
 """Runs of the sides of `kllm bench fidelity`, which take turns where memory holds them together."""
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
@@ -15,7 +16,7 @@ from kllm.errors import CapacityError, KllmError
 from kllm.hardware import release_memory
 from kllm.models.devices import free_bytes
 from kllm.models.load import rank_bytes, resolve
-from kllm.results.schema import Fidelity
+from kllm.results.schema import LEFT_OUT, Fidelity
 
 WORKING_BYTES = 6 << 30  # of KV, activations and libraries beside the weights of one side
 SHARE_OF_BOTH = 0.9  # of a device, when both sides lie on it
@@ -24,6 +25,25 @@ FAILURES = (KllmError, RuntimeError, MemoryError, AssertionError)
 
 Values = Mapping[str, Sequence[float]]  # repeats by the names of fidelity_sides.UNITS
 Run = Literal["real", "rank-slice"]  # the fidelities that run
+
+
+@dataclass(frozen=True, slots=True)
+class Limit:
+    """Seconds after which nothing further is begun."""
+
+    seconds: float  # 0: no limit
+    begin_s: float = field(default_factory=time.monotonic)
+
+    @property
+    def passed(self) -> bool:
+        """Whether they are over."""
+        return bool(self.seconds) and time.monotonic() - self.begin_s > self.seconds
+
+    @property
+    def cells(self) -> dict[str, str]:
+        """What the row of a point says that was not begun."""
+        reason = f"not begun within {self.seconds:g} s; raise --limit for it"
+        return {"state": LEFT_OUT, "reason": reason}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

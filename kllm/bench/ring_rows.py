@@ -67,12 +67,17 @@ def mark(
     sweep: Sweep,
     isls: Iterable[int],
     links: Mapping[str, Link | None],
+    state: str,
     reason: str,
 ) -> None:
-    """Rows of points that were not measured."""
+    """Rows of points that were not measured.
+
+    Args:
+        state: "failed" or LEFT_OUT.
+    """
     for isl, link in product(sorted(set(isls)), links):
         at = sweep.about | {"link": link, "prompt_tokens": isl}
-        record.row("sweep", at | {"state": "failed", "reason": reason})
+        record.row("sweep", at | {"state": state, "reason": reason})
 
 
 def report(

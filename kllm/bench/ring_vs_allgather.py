@@ -36,6 +36,7 @@ from kllm.models.load import ResolvedModel, resolve
 from kllm.models.shape import model_shape
 from kllm.parallel.link import Link, parse_link
 from kllm.parallel.overlap import RING
+from kllm.results.schema import LEFT_OUT
 
 REAL = "real"  # the link of ranks that all run
 
@@ -181,7 +182,8 @@ class RingVsAllGatherBench:
                 if all(arm.rounds for arm in arms.values()):
                     ring_rows.report(record, sweep, prompt, arms, within, links)
                     reason = f"the model has {_positions(resolved)} positions"
-                    ring_rows.mark(record, sweep, set(self.isls) - set(within), links, reason)
+                    beyond = set(self.isls) - set(within)
+                    ring_rows.mark(record, sweep, beyond, links, LEFT_OUT, reason)
         finally:
             prompt.close()
 
@@ -192,7 +194,7 @@ class RingVsAllGatherBench:
         others = len(self.models) * len(self.attentions) * len(self.cps) * len(self.chunks) - 1
         if not others:
             raise CapacityError(reason)
-        ring_rows.mark(record, sweep, self.isls, links, reason)
+        ring_rows.mark(record, sweep, self.isls, links, "failed", reason)
 
     def _rounds(
         self,

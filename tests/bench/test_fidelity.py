@@ -1,11 +1,14 @@
 """Comparing fidelities: what is run, what is computed, and what is said about the difference."""
 
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 
 import pytest
+from rich.console import Console
+from rich.table import Table
 
-from kllm.bench import fidelity, fidelity_transfer
+from kllm.bench import fidelity, fidelity_exchange, fidelity_transfer
 from kllm.bench.base import Context, warming_up
 from kllm.bench.fidelity import (
     FidelityBench,
@@ -13,12 +16,21 @@ from kllm.bench.fidelity import (
     pairs_for,
     scale_for_both,
 )
-from kllm.bench.fidelity_findings import MODEL_OF_SLICE, SLICE_OF_REAL
+from kllm.bench.fidelity_findings import (
+    MODEL_OF_SLICE,
+    QUANTITIES,
+    SLICE_OF_REAL,
+    add_errors,
+    series_of,
+    summary_of,
+)
 from kllm.bench.fidelity_model import LayoutModel
-from kllm.bench.fidelity_sides import UNITS, FidelityLoad
+from kllm.bench.fidelity_rounds import Limit, Rounds
+from kllm.bench.fidelity_sides import UNITS, FidelityLoad, Ranks
 from kllm.bench.fidelity_transfer import Moved
 from kllm.bench.record import Record, Subject
 from kllm.bench.run import run_bench
+from kllm.cli.bench_output import series_table
 from kllm.config import EngineConfig, ParallelConfig, SchedulerConfig
 from kllm.errors import ConfigError, WorkerError, one_line
 from kllm.hardware import Ceilings
@@ -26,6 +38,7 @@ from kllm.hardware.links import COLLECTIVES, LinkCeilings
 from kllm.models.load import resolve
 from kllm.parallel.layout import parse
 from kllm.parallel.link import Link
+from kllm.results.schema import LEFT_OUT
 from tests.bench.rows import rows_of
 
 POINTS = ((4096.0, 1e-4), (1e6, 1e-3))
@@ -40,6 +53,7 @@ CEILINGS = Ceilings(
 TINY = EngineConfig(
     model="deepseek-v4", scale="tiny", device="cpu", scheduler=SchedulerConfig(token_budget=32)
 )
+SERIES = series_of(SLICE_OF_REAL)
 LOAD = FidelityLoad(isl=24, osl=8, requests=2)
 NO_LINK = Link(latency_s=0.0, bytes_per_s=1e30)
 
@@ -70,14 +84,21 @@ def test_real_ranks_slice_and_model_are_compared_in_one_result(
     result, _ = run_bench(bench, ctx, tmp_path)
     assert (warming_up("dp2+ep2"), 1, 2) in said
     assert result.fidelity == "modelled", "the weakest of those inside"
-    for estimate, truth in bench.pairs:
-        failed, *good = rows_of(result, f"{estimate} of {truth}")
+    for pair in bench.pairs:
+        estimate, truth = pair
+        failed, compared = rows_of(result, summary_of(pair))
         assert (failed["layout"], failed["state"]) == ("tp3", "failed")
         assert "tp 3" in failed["reason"]
-        assert {row["layout"] for row in good} == {"dp2+ep2"}
-        assert len(good) == len(UNITS) - 1, "memory is not counted on a CPU"
-        for row in good:
+        assert (compared["layout"], compared["state"]) == ("dp2+ep2", "ok")
+        rows = rows_of(result, f"{estimate} of {truth}")
+        assert {row["layout"] for row in rows} == {"dp2+ep2"}
+        assert len(rows) == len(UNITS) - 1, "memory is not counted on a CPU"
+        for row in rows:
             assert row["error_percent"] == pytest.approx((row[estimate] / row[truth] - 1) * 100)
+            assert row["within"] == (abs(row["error_percent"]) <= 10)
+        worst = max((row["error_percent"] for row in rows), key=abs)
+        assert compared["time_percent"] == worst
+        assert compared["within"] == all(row["within"] for row in rows)
     for side in ("real", "rank-slice"):
         assert len(result.metrics[f"decode_step_ms.dp2+ep2.{side}"].values) == 2
     assert result.metrics["decode_step_ms.dp2+ep2.modelled"].sample == "exact"
@@ -88,48 +109,110 @@ def test_real_ranks_slice_and_model_are_compared_in_one_result(
     assert any("DeepEP was not measured: deep_ep is not installed" in n for n in result.notes)
     assert any("share the cores" in note for note in result.notes)
     assert result.boundary is not None
-    assert "not compared for tp3" in result.boundary
+    assert result.boundary.endswith("failed: tp3.")
 
 
-def test_nothing_is_begun_after_the_limit(tmp_path: Path) -> None:
+def test_what_is_not_begun_within_the_limit_is_left_out(tmp_path: Path) -> None:
     bench = FidelityBench(pairs=(SLICE_OF_REAL,), load=LOAD, limit_s=1e-9)
     result, _ = run_bench(bench, Context(config=TINY, repeats=1), tmp_path)
-    found = rows_of(result, "rank-slice of real")
+    found = rows_of(result, summary_of(SLICE_OF_REAL))
     assert [row["layout"] for row in found] == [
         *("tp2", "dp2+ep2", "cp2 ring", "cp2 all-gather", "pp2")
     ]
-    assert {row["reason"] for row in found} == {"not begun within 0 s"}
+    for row in (*found, *rows_of(result, "transfers")):
+        assert row["state"] == LEFT_OUT
+        assert row["reason"] == "not begun within 1e-09 s; raise --limit for it"
     assert result.verdict == "rank-slice against real: no layout could be compared."
+    assert result.boundary is not None
+    assert result.boundary.endswith("left out: tp2, dp2+ep2, cp2 ring, cp2 all-gather, pp2.")
     assert result.fidelity == "rank-slice"
 
 
-def verdict(tmp_path: Path, errors: dict[str, float]) -> Record:
+def test_exchanges_beyond_the_limit_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fidelity_exchange, "_why_not", lambda config: None)
     record = Record(Subject(name="n", model="m", scale="tiny", dtype="float32"), tmp_path)
-    for what, error in errors.items():
-        layout, quantity = what.split(":")
-        limit = 3.0 if "gib" in quantity else 10.0
-        row = {"layout": layout, "quantity": quantity, "state": "ok"}
-        record.row("rank-slice of real", row | {"error_percent": error, "limit_percent": limit})
+    with Ranks(2) as ranks:
+        rounds = Rounds(ctx=Context(config=TINY), load=LOAD, ranks=ranks)
+        fidelity_exchange.add_exchanges(record, rounds, 2, Limit(1e-9), (0, 1))
+    found = [(row["backend"], row["state"]) for row in record.rows["expert exchange"]]
+    assert found == [(backend, LEFT_OUT) for backend in fidelity_exchange.BACKENDS]
+
+
+def test_no_limit_never_passes() -> None:
+    assert not Limit(0.0, begin_s=-1e9).passed
+
+
+def told(tmp_path: Path, runs: dict[str, dict[str, float]]) -> Record:
+    """What is said of layouts whose estimates are these times as much as their measurements."""
+    record = Record(Subject(name="n", model="m", scale="tiny", dtype="float32"), tmp_path)
+    for layout, factors in runs.items():
+        real = {what: [100.0 + i] for i, what in enumerate(factors)}
+        estimate = {what: [factors[what] * value for value in real[what]] for what in factors}
+        values = {"real": real, "rank-slice": estimate}
+        add_errors(record, parse(layout), SLICE_OF_REAL, values)
+    row = {"layout": "cp2 ring", "state": LEFT_OUT, "reason": "no time"}
+    record.row(summary_of(SLICE_OF_REAL), row)
     FidelityBench(pairs=(SLICE_OF_REAL,)).conclude(record)
     return record
 
 
-def test_the_verdict_names_what_is_beyond_the_limits(tmp_path: Path) -> None:
-    record = verdict(tmp_path, {"tp2:ttft ms": -9.0, "pp2:ttft ms": -11.0, "pp2:peak gib": 3.5})
-    assert record.verdict == (
-        "rank-slice against real: beyond 10 % in time and 3 % in memory: "
-        "pp2 (ttft ms -11.0 %, peak gib +3.5 %)."
+def test_the_verdict_counts_layouts_and_the_boundary_names_them(tmp_path: Path) -> None:
+    record = told(
+        tmp_path,
+        {
+            "tp=2": {"ttft_ms": 0.91, "tpot_ms": 1.05, "peak_gib": 1.02},
+            "pp=2": {"ttft_ms": 0.89, "tpot_ms": 1.0, "peak_gib": 1.035},
+        },
     )
-    assert (
-        record.boundary == "rank-slice of real is within the limits for tp2; beyond them for pp2."
+    assert record.verdict == (
+        "rank-slice against real, 3 layouts: 1 within 10 % in time and 3 % in memory, 1 beyond, "
+        "1 left out; furthest off is pp2 (TTFT -11.0 %, peak memory +3.5 %)."
+    )
+    assert record.boundary == (
+        "rank-slice of real is within the limits for tp2; beyond them for pp2 (TTFT -11.0 %, "
+        "peak memory +3.5 %); left out: cp2 ring."
+    )
+    tp, pp, _ = record.rows[summary_of(SLICE_OF_REAL)]
+    assert (tp["within"], tp["largest_in"], pp["within"]) == (True, "TTFT", False)
+    assert tp["time_percent"] == pytest.approx(-9.0)
+    assert tp["memory_percent"] == pytest.approx(2.0)
+    within = {(row["layout"], row["quantity"]): row["within"] for row in record.rows[SERIES]}
+    assert within["pp2", "TPOT (ms)"]
+    assert not within["pp2", "peak memory (GiB)"]
+
+
+def test_where_all_are_within_the_one_closest_to_its_limit_is_named(tmp_path: Path) -> None:
+    record = told(tmp_path, {"tp=2": {"ttft_ms": 1.05, "peak_gib": 1.02}})
+    assert record.verdict == (
+        "rank-slice against real, 2 layouts: 1 within 10 % in time and 3 % in memory, "
+        "1 left out; furthest off is tp2 (peak memory +2.0 %)."
     )
 
 
-def test_the_verdict_says_when_all_is_well(tmp_path: Path) -> None:
-    record = verdict(tmp_path, {"tp2:ttft ms": 10.0, "tp2:peak gib": -3.0})
-    assert record.verdict == (
-        "rank-slice against real: all layouts within 10 % in time and 3 % in memory."
-    )
+def test_a_terminal_of_80_columns_shows_both_values_and_what_is_within(tmp_path: Path) -> None:
+    factors = {what: 1 + i / 54.321 for i, what in enumerate(UNITS)}
+    result = told(tmp_path, {"tp=2": factors, "cp=2,cp_kind=all_gather": factors}).result()
+    short, detailed = result.series
+    heading, table, _ = series_table(short, 80)
+    assert heading == "rank-slice of real, largest errors, limits 10 % in time and 3 % in memory"
+    assert [str(column.header) for column in table.columns] == [
+        *("layout", "within", "time percent", "largest in", "memory percent", "state")
+    ]
+    _, table, _ = series_table(detailed, 80)
+    assert [str(column.header) for column in table.columns] == [
+        *("layout", "quantity", "rank-slice", "real", "error percent", "within")
+    ]
+    assert set(table.columns[1].cells) == {f"{QUANTITIES[what]} ({UNITS[what]})" for what in UNITS}
+    for shown in (series_table(series, 80)[1] for series in result.series):
+        assert all("…" not in line and len(line) <= 80 for line in rendered(shown))
+
+
+def rendered(table: Table) -> list[str]:
+    console = Console(width=80, record=True, file=StringIO())
+    console.print(table)
+    return console.export_text().splitlines()
 
 
 def test_what_is_compared_depends_on_the_devices(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,7 +26,7 @@ from kllm.hardware import Ceilings
 from kllm.models.load import resolve
 from kllm.models.shape import model_shape
 from kllm.results.claims import side_by_side
-from kllm.results.schema import RunResult
+from kllm.results.schema import LEFT_OUT, RunResult
 from tests.bench.rows import rows_of
 from tests.models.glm_moe_dsa_tiny import GLM
 
@@ -136,7 +136,7 @@ def test_lengths_that_do_not_fit_are_marked_and_the_ring_goes_on(
     monkeypatch.setattr(SharedPrompt, "free_bytes", lambda self: room / ring_arms.KV_SHARE)
     result = run(bench(isls=(1024, 2048, 8192)), tmp_path, "rank-slice", repeats=1)
     sweep = rows_of(result, "sweep")
-    assert [row["state"] for row in sweep] == ["ok", "ok", "failed"]
+    assert [row["state"] for row in sweep] == ["ok", "ok", LEFT_OUT]
     assert sweep[1]["ratio"] > 0
     assert sweep[1]["replicated_tokens_per_s"] is None
     assert sweep[1]["reason"].startswith("replicated: needs")

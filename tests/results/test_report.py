@@ -10,7 +10,7 @@ import pytest
 from kllm.results import charts, store
 from kllm.results.chart_style import axis_label, short
 from kllm.results.report import render_html, render_markdown
-from kllm.results.schema import RunResult, Series
+from kllm.results.schema import LEFT_OUT, RunResult, Series
 from kllm.results.study_charts import pareto_front
 from kllm.results.sweep_charts import crossing, sweep_chart
 from tests.results import samples
@@ -146,6 +146,15 @@ def test_failed_points_and_trials_are_marked() -> None:
     assert "pruned" in study
     sweep = dict(charts.charts_of(samples.bench()))["Step time against its floor"]
     assert "could not run" in sweep
+
+
+def test_points_that_were_left_out_have_a_mark_of_their_own() -> None:
+    rows = [{"batch": 1, "ttft_ms": 4.0, "state": "ok"}, {"batch": 2, "state": LEFT_OUT}]
+    figure = sweep_chart(Series.of("sweep", rows))
+    assert figure is not None
+    labels = figure.axes[0].get_legend_handles_labels()[1]
+    assert LEFT_OUT in labels
+    assert "could not run" not in labels
 
 
 def test_gain_marks_its_boundary() -> None:
