@@ -9,7 +9,7 @@ import typer
 
 from kllm.cli.bench_output import print_result
 from kllm.cli.bench_progress import progress
-from kllm.cli.console import INTERRUPTED, err, interrupted
+from kllm.cli.console import INTERRUPTED, err, interrupted, say
 
 if TYPE_CHECKING:
     from kllm.bench.base import Bench
@@ -102,11 +102,17 @@ def run_and_show(
 ) -> None:
     """Run a bench and show its result, also one that Ctrl-C cut short.
 
+    Points that failed or were left out are findings of a sweep, as long as another was measured.
+
     Args:
         config: None: that of the options.
+
+    Raises:
+        KllmError: no point could be measured.
     """
     from kllm.bench.base import Context
     from kllm.bench.run import run_bench
+    from kllm.errors import KllmError
 
     with progress(bench.name) as hook:
         context = Context(
@@ -123,6 +129,13 @@ def run_and_show(
     show(result, path, options.as_json)
     if result.extra.get("interrupted"):
         raise typer.Exit(INTERRUPTED)
+    if not result.metrics:
+        raise KllmError(f"nothing was measured: {_first_reason(result)}")
+
+
+def _first_reason(result: "RunResult") -> str:
+    rows = (row for series in result.series for row in series.to_dicts())
+    return next((str(row["reason"]) for row in rows if row.get("reason")), "no point has a value")
 
 
 def show(result: "RunResult", path: Path, as_json: bool) -> None:
@@ -133,4 +146,4 @@ def show(result: "RunResult", path: Path, as_json: bool) -> None:
         typer.echo(encode(result).decode(), nl=False)
     else:
         print_result(result)
-    err.print(f"result: {path}", markup=False, highlight=False, soft_wrap=True)
+    say(err, f"result: {path}")

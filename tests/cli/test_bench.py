@@ -2,17 +2,21 @@
 
 import json
 import threading
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 import typer
 from typer.testing import CliRunner
 
 from kllm import hardware
+from kllm.bench.base import Context
+from kllm.bench.record import Record
 from kllm.cli.bench import bench_app
 from kllm.cli.bench_output import fit, series_table
 from kllm.cli.bench_progress import progress
-from kllm.cli.bench_run import settled
+from kllm.cli.bench_run import BenchOptions, run_and_show, settled
 from kllm.cli.doctor import advice, doctor
 from kllm.config import EngineConfig
 from kllm.errors import KllmError
@@ -43,6 +47,49 @@ def test_a_run_keeps_the_scale_that_fitted_at_its_start(monkeypatch: pytest.Monk
     free[0] = 1
     assert resolve(config).scale == "tiny"
     assert resolve(kept).scale == "full"
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A bench of two points, of which some fail."""
+
+    good: int
+    name: str = "sweep"
+
+    def workload(self) -> dict[str, Any]:
+        return {}
+
+    def measure(self, ctx: Context, record: Record) -> None:
+        for point in range(2):
+            if point < self.good:
+                record.add(f"step_ms.{point}", 1.0, unit="ms", direction="lower")
+                record.row("sweep", {"batch": point, "state": "ok"})
+            else:
+                reason = "out of host memory"
+                record.row("sweep", {"batch": point, "state": "failed", "reason": reason})
+
+    def conclude(self, record: Record) -> None: ...
+
+
+def options(output: Path) -> BenchOptions:
+    return BenchOptions(
+        model="llama-3-8b", scale="tiny", device="cpu", dtype="float32", kv_dtype="auto",
+        repeats=1, seed=0, output=output, as_json=True,
+    )  # fmt: skip
+
+
+def test_a_bench_is_done_when_some_of_its_points_failed(tmp_path: Path) -> None:
+    run_and_show(Sweep(good=1), options(tmp_path))
+
+
+def test_a_bench_that_could_measure_nothing_failed_and_is_stored(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(KllmError, match="nothing was measured: out of host memory") as raised:
+        run_and_show(Sweep(good=0), options(tmp_path))
+    assert raised.value.exit_code == 1
+    assert json.loads(capsys.readouterr().out)["metrics"] == {}
+    assert len(list(tmp_path.glob("*.json"))) == 1
 
 
 def test_columns_that_are_alike_in_all_rows_move_to_the_heading() -> None:
