@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -91,6 +91,121 @@ def test_cached_ceilings_tell_when_they_were_measured(home: Path) -> None:
     del old["measured_at"]  # as an older kLLM wrote it
     path.write_text(json.dumps(old))
     assert "in the cache" in hardware.ceilings("cpu").beaten
+
+
+def at_load(monkeypatch: pytest.MonkeyPatch, load: float | None) -> None:
+    """As a process that starts under this load of each core sees the machine."""
+    monkeypatch.setattr(module, "load_at_start", lambda: load)
+
+
+def spoil(home: Path, **changes: object) -> None:
+    """Change what is in the cache."""
+    [path] = home.iterdir()
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.usefixtures("quick")
+def test_ceilings_of_a_busy_moment_are_measured_again_in_a_calm_one(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_load(monkeypatch, 0.8)
+    hardware.ceilings("cpu")
+    spoil(home, read_bytes_per_s=1.0, copy_bytes_per_s=1e18)
+    assert hardware.ceilings("cpu").read_bytes_per_s == 1.0, "no better moment yet"
+    at_load(monkeypatch, 0.1)
+    found = hardware.ceilings("cpu")
+    assert found.read_bytes_per_s > 1e8
+    assert found.copy_bytes_per_s == 1e18, "the better of both"
+    assert found.load == 0.1
+    spoil(home, read_bytes_per_s=1.0)
+    assert hardware.ceilings("cpu").read_bytes_per_s == 1.0, "calm ones are final"
+
+
+@pytest.mark.usefixtures("quick")
+def test_ceilings_that_a_run_beats_are_measured_again(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_load(monkeypatch, 0.1)
+    hardware.ceilings("cpu")
+    spoil(home, read_bytes_per_s=1.0)
+    beaten = hardware.ceilings("cpu")
+    assert beaten.beaten in hardware.doubt(beaten)
+    assert hardware.ceilings("cpu").read_bytes_per_s > 1e8
+    again = hardware.cached_ceilings("cpu")
+    hardware.doubt(beaten)
+    assert hardware.cached_ceilings("cpu") == again, "others than those that were beaten"
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_run_that_beats_ceilings_in_a_cache_that_cannot_be_written_says_so(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(path: Path, data: dict[str, object]) -> None:
+        raise DataError("cannot be stored")
+
+    found = hardware.ceilings("cpu")
+    monkeypatch.setattr(module, "_write", fails)
+    assert "faster than the measured ceilings" in hardware.doubt(found)
+
+
+def test_the_load_of_cores_does_not_make_figures_of_a_gpu_doubtful() -> None:
+    found = hardware.Ceilings(
+        device="cuda",
+        copy_bytes_per_s=1.0,
+        read_bytes_per_s=1.0,
+        matmul_flops_per_s={"float32": 1.0},
+        launch_s=1.0,
+        load=5.0,
+    )
+    assert not found.busy
+    assert replace(found, load=None).busy
+    assert replace(found, device="cpu").busy
+
+
+def test_a_round_in_a_busy_moment_is_made_up_for_by_another(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each figure is taken from its own best round."""
+    curve = dict.fromkeys(COLLECTIVES, ((4096.0, 2e-5), (65536.0, 2e-5)))
+    quick_curve = dict.fromkeys(COLLECTIVES, ((4096.0, 1e-5), (65536.0, 3e-5)))
+    one = hardware.Ceilings(
+        device="cpu",
+        copy_bytes_per_s=2.0,
+        read_bytes_per_s=1.0,
+        matmul_flops_per_s={"float32": 1.0, "float16": 4.0},
+        launch_s=1.0,
+        links=LinkCeilings(ranks=2, backend="gloo", curves=curve),
+    )
+    other = replace(
+        one,
+        copy_bytes_per_s=1.0,
+        read_bytes_per_s=2.0,
+        matmul_flops_per_s={"float32": 3.0},
+        launch_s=2.0,
+        links=LinkCeilings(ranks=2, backend="gloo", curves=quick_curve),
+        load=0.2,
+    )
+    rounds = iter((one, one, other))
+    monkeypatch.setattr(module, "_round", lambda *_: next(rounds))
+    best = module.measure_ceilings("cpu")
+    assert (best.copy_bytes_per_s, best.read_bytes_per_s, best.launch_s) == (2.0, 2.0, 1.0)
+    assert best.matmul_flops_per_s == {"float32": 3.0, "float16": 4.0}
+    assert best.load == 0.2
+    links = module.best_of(one, other).links
+    assert links is not None
+    assert links.curves["all_reduce"] == ((4096.0, 1e-5), (65536.0, 2e-5))
+
+
+def test_the_load_is_that_of_each_core_when_the_process_began(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cores = hardware.detect().cores
+    module.load_at_start.cache_clear()
+    monkeypatch.setattr("os.getloadavg", lambda: (2.0 * cores, 0.0, 0.0))
+    assert module.load_at_start() == 2.0
+    monkeypatch.setattr("os.getloadavg", lambda: (9.0 * cores, 0.0, 0.0))
+    assert module.load_at_start() == 2.0, "the rest is this process's own work"
+    module.load_at_start.cache_clear()
 
 
 @pytest.mark.usefixtures("quick")

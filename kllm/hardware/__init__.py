@@ -9,7 +9,7 @@ from kllm.hardware.machine import (
     free_gpu_bytes,
     sm_clocks_mhz,
 )
-from kllm.hardware.measured import Ceilings, cached_ceilings, ceilings, measure_ceilings
+from kllm.hardware.measured import Ceilings, cached_ceilings, ceilings, doubt, measure_ceilings
 from kllm.hardware.memory import release_memory
 
 __all__ = [
@@ -20,6 +20,7 @@ __all__ = [
     "cached_ceilings",
     "ceilings",
     "detect",
+    "doubt",
     "fingerprint",
     "free_gpu_bytes",
     "measure_ceilings",

@@ -2,8 +2,11 @@
 
 Floors of step times divide by these figures and not by data sheets, so that "achieved over
 floor" says how much is left to win on this very machine. They are cached in `env.home()`, one
-file for each machine and set of libraries, with the date: figures of a busy moment are too low, and
-whoever finds a run above them says so (`Ceilings.beaten`).
+file for each machine and set of libraries.
+
+Other processes only ever make a figure too low. So each is the best of several rounds, and those
+of a busy moment, told by the load or by a run that was faster (`doubt`), are measured again in
+the next calm one; the better of both stays.
 """
 
 import hashlib
@@ -13,8 +16,10 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
+from functools import cache, reduce
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +28,7 @@ from torch import Tensor
 
 from kllm import env
 from kllm.errors import DataError
-from kllm.hardware.links import LinkCeilings, gpu_event, measure_links
+from kllm.hardware.links import LinkCeilings, Points, gpu_event, measure_links
 from kllm.hardware.machine import detect, fingerprint
 from kllm.hardware.memory import release_memory
 
@@ -33,9 +38,12 @@ VERSION = 2  # of the cached file; raise it when a measurement changes its meani
 CPU_BUFFER_BYTES, GPU_BUFFER_BYTES = 256 << 20, 4 << 30
 CPU_MATRIX, GPU_MATRIX = 1536, 8192
 PROBE_MATRIX = 512  # tells whether the full matrix would take too long
-BUDGET_S = 0.6  # for the repeats of one measurement
+LONGEST_S = 0.6  # of a product of full matrices
+ROUNDS = 3  # of all measurements, so that those of a figure lie seconds apart
+BUDGET_S = 0.2  # for the repeats of one measurement in one round
 MIN_REPEATS, MAX_REPEATS = 3, 30
 FP8_CAPABILITY = (8, 9)
+BUSY = 0.3  # processes that want to run, for each core: above it a CPU's figures may be too low
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,6 +57,13 @@ class Ceilings:
     launch_s: float  # shortest time of one operation: a kernel launch, or a call on the CPU
     links: LinkCeilings | None = None  # of two GPUs or more, or of processes if asked for
     measured_at: str | None = None  # ISO 8601, UTC; None: cached by an older kLLM
+    # Of the machine, for each core, in the minute before; None: not known, or a run was faster.
+    load: float | None = None
+
+    @property
+    def busy(self) -> bool:
+        """Whether they may be too low."""
+        return not _calm(self.load, self.device)
 
     @property
     def beaten(self) -> str:
@@ -56,7 +71,7 @@ class Ceilings:
         when = f"of {self.measured_at}" if self.measured_at else "in the cache"
         return (
             f"This run was faster than the measured ceilings {when} allow, so they are too low "
-            "(a busy moment, perhaps); measure them again with `kllm doctor --fresh`."
+            "(a busy moment, perhaps); `kllm doctor --fresh` measures them again."
         )
 
     def matmul(self, dtype: str) -> float:
@@ -65,7 +80,7 @@ class Ceilings:
 
 
 def ceilings(device: str = "auto", *, fresh: bool = False, links: bool = False) -> Ceilings:
-    """Ceilings of this machine, measured now or read from the cache.
+    """Ceilings of this machine, read from the cache, or measured where those may be too low.
 
     Args:
         device: "cpu", "cuda" or "cuda:N"; "auto": the GPU if there is one.
@@ -77,16 +92,19 @@ def ceilings(device: str = "auto", *, fresh: bool = False, links: bool = False) 
         CapacityError: links are wanted and there is one GPU.
         WorkerError: the links cannot be measured.
     """
-    cached = cached_ceilings(device)
-    links = links or (cached is not None and cached.links is not None)
-    if cached is not None and not fresh and (cached.links or not links):
-        return cached
     kind = _kind(device)
-    found = cached
-    if found is None or fresh:
+    cached = _read(_path(kind))
+    links = links or (cached is not None and cached.links is not None)
+    if cached is None or fresh or (cached.busy and _calm(load_at_start(), kind)):
         found = measure_ceilings(device if kind == "cuda" and device != "auto" else kind)
+    else:
+        found = cached
     if links and found.links is None:
         found = replace(found, links=measure_links(kind))
+    if found is cached:
+        return found
+    if cached is not None and not fresh:
+        found = best_of(cached, found)
     _write(_path(kind), asdict(found))
     return found
 
@@ -94,6 +112,63 @@ def ceilings(device: str = "auto", *, fresh: bool = False, links: bool = False) 
 def cached_ceilings(device: str = "auto") -> Ceilings | None:
     """What `ceilings` measured before on this machine, if it did."""
     return _read(_path(_kind(device)))
+
+
+def doubt(found: Ceilings) -> str:
+    """Have ceilings that a run has beaten measured again, by the next process in a calm moment.
+
+    Returns:
+        What to say of the run.
+    """
+    if cached_ceilings(found.device) == found:  # else they have been measured again meanwhile
+        with suppress(DataError):  # a cache that cannot be written must not cost the run its result
+            _write(_path(found.device), asdict(replace(found, load=None)))
+    return f"{found.beaten} The next run in a calm moment does so by itself."
+
+
+def best_of(one: Ceilings, other: Ceilings) -> Ceilings:
+    """The better figure of two measurements of a device each; date and load are `other`'s."""
+    rates = dict(other.matmul_flops_per_s)
+    for name, rate in one.matmul_flops_per_s.items():
+        rates[name] = max(rate, rates.get(name, 0.0))
+    return replace(
+        other,
+        copy_bytes_per_s=max(one.copy_bytes_per_s, other.copy_bytes_per_s),
+        read_bytes_per_s=max(one.read_bytes_per_s, other.read_bytes_per_s),
+        matmul_flops_per_s=rates,
+        launch_s=min(one.launch_s, other.launch_s),
+        links=_best_links(one.links, other.links),
+    )
+
+
+def _best_links(one: LinkCeilings | None, other: LinkCeilings | None) -> LinkCeilings | None:
+    if one is None or other is None:
+        return other or one
+    best: dict[str, Points] = {}
+    for name, points in other.curves.items():
+        before = dict(one.curves[name])  # the same ranks: the file is that of one machine
+        best[name] = tuple(
+            (sent, min(seconds, before.get(sent, seconds))) for sent, seconds in points
+        )
+    return replace(other, curves=best)
+
+
+def _calm(load: float | None, kind: str) -> bool:
+    # The load is that of the cores: it says nothing of who else uses a GPU.
+    return load is not None and (kind == "cuda" or load <= BUSY)
+
+
+@cache
+def load_at_start() -> float | None:
+    """Processes that wanted to run, for each core, in the minute before this was first asked.
+
+    It stays what it was: later ones would count the work of this process, and ceilings would
+    change within a run. None: the system does not say.
+    """
+    try:
+        return os.getloadavg()[0] / detect().cores
+    except OSError:
+        return None
 
 
 def _kind(device: str) -> str:
@@ -113,21 +188,24 @@ def measure_ceilings(device: str) -> Ceilings:
     buffer_bytes = GPU_BUFFER_BYTES if gpu else CPU_BUFFER_BYTES
     if gpu:  # leave room for whoever else holds memory here
         buffer_bytes = min(buffer_bytes, torch.cuda.mem_get_info(target)[0] // 4)
-    copy, read = _bandwidth(target, buffer_bytes)
-    side = GPU_MATRIX if gpu else CPU_MATRIX
-    rates = {name: _matmul_rate(target, name, side) for name in _dtypes(target)}
-    one = torch.zeros(1, device=target)
-    launch = _seconds(lambda: one.add_(1), target, inner=200)
+    best = reduce(best_of, [_round(target, buffer_bytes) for _ in range(ROUNDS)])
     release_memory()  # other processes run next: those of the links, workers, ranks
     links = measure_links() if gpu and torch.cuda.device_count() > 1 else None
+    return replace(best, links=links)
+
+
+def _round(target: torch.device, buffer_bytes: int) -> Ceilings:
+    copy, read = _bandwidth(target, buffer_bytes)
+    side = GPU_MATRIX if target.type == "cuda" else CPU_MATRIX
+    one = torch.zeros(1, device=target)
     return Ceilings(
         device=target.type,
         copy_bytes_per_s=copy,
         read_bytes_per_s=read,
-        matmul_flops_per_s={name: rate for name, rate in rates.items() if rate},
-        launch_s=launch,
-        links=links,
+        matmul_flops_per_s={name: _matmul_rate(target, name, side) for name in _dtypes(target)},
+        launch_s=_seconds(lambda: one.add_(1), target, inner=200),
         measured_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        load=load_at_start(),
     )
 
 
@@ -157,7 +235,7 @@ def _matmul_rate(device: torch.device, dtype: str, side: int) -> float:
         # A CPU without instructions for a dtype emulates it at a few GFLOP/s; a small matrix
         # shows that as well as a large one.
         probe_s = _seconds(_product(device, dtype, PROBE_MATRIX), device)
-        if probe_s * (side / PROBE_MATRIX) ** 3 > BUDGET_S:
+        if probe_s * (side / PROBE_MATRIX) ** 3 > LONGEST_S:
             return 2 * PROBE_MATRIX**3 / probe_s
     return 2 * side**3 / _seconds(_product(device, dtype, side), device)
 
