@@ -41,7 +41,7 @@ PROBE_MATRIX = 512  # tells whether the full matrix would take too long
 LONGEST_S = 0.6  # of a product of full matrices
 ROUNDS = 3  # of all measurements, so that those of a figure lie seconds apart
 BUDGET_S = 0.2  # for the repeats of one measurement in one round
-MIN_REPEATS, MAX_REPEATS = 3, 30
+MIN_REPEATS, MAX_REPEATS = 1, 30  # in one round
 FP8_CAPABILITY = (8, 9)
 BUSY = 0.3  # processes that want to run, for each core: above it a CPU's figures may be too low
 
