@@ -164,11 +164,12 @@ class FidelityBench:
                 add_exchanges(record, rounds, self.world, limit, at)
         if SLICE_OF_REAL in self.pairs:
             ctx.progress("transfers", len(self._layouts), len(self._layouts))
+            buffers = buffers_of(resolved, self.load, self.world)
             if limit.passed:
-                record.row("transfers", limit.cells)
+                for what in buffers:
+                    record.row("transfers", {"what": what, **limit.cells})
             else:
                 assert found.links is not None
-                buffers = buffers_of(resolved, self.load, self.world)
                 add_transfers(record, kind, buffers, found.links.bytes_per_s)
         ctx.progress("done", len(self._layouts), len(self._layouts))
 
