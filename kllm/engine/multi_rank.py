@@ -12,7 +12,7 @@ from kllm.engine import torchrun
 from kllm.engine.executor import Sharing, rearranged, sharing_of
 from kllm.engine.memory import KVBudget
 from kllm.engine.rank import DeviceMemory
-from kllm.engine.rank_pool import RankPool, launch
+from kllm.engine.rank_pool import RankPool, TimeLimit, launch
 from kllm.engine.rank_protocol import Allocate, Build, Join, Release, Settle
 from kllm.engine.rank_start import check_host_memory
 from kllm.engine.rank_steps import RankSteps
@@ -22,8 +22,14 @@ from kllm.models.load import ResolvedModel, rank_bytes
 from kllm.parallel.distributed import host_store
 from kllm.parallel.layout import place
 
-JOIN_TIMEOUT_S = 120.0
-BUILD_TIMEOUT_S = 1800.0  # weights may come from a slow disk
+_NOT_SET_UP = ("were not set up", "check the link between them and the disk with the weights")
+JOIN_LIMIT = TimeLimit(120.0, *_NOT_SET_UP)
+BUILD_LIMIT = TimeLimit(1800.0, *_NOT_SET_UP)  # weights may come from a slow disk
+RELEASE_LIMIT = TimeLimit(
+    60.0,
+    "did not leave their layout",
+    "check the link between them; if ep_backend is deep_ep, try another",
+)
 _layouts = itertools.count()
 
 
@@ -71,11 +77,11 @@ class MultiRankExecutor:
         self._store, port = host_store(self._pool.host)
         at = (self._pool.host, port)
         join = Join(config, at, f"layout-{next(_layouts)}")
-        self._pool.call([join] * layout.world, JOIN_TIMEOUT_S)
-        budgets = self._pool.call([Build()] * layout.world, BUILD_TIMEOUT_S)
+        self._pool.call([join] * layout.world, JOIN_LIMIT)
+        budgets = self._pool.call([Build()] * layout.world, BUILD_LIMIT)
         self.sharing: Sharing = sharing_of(config, smallest(budgets))
         allocate = Allocate(self.sharing.budget, self.sharing.stripes, self.sharing.cp_kind)
-        self._pool.call([allocate] * layout.world, BUILD_TIMEOUT_S)
+        self._pool.call([allocate] * layout.world, BUILD_LIMIT)
         self._steps = RankSteps(self._pool, layout, self.sharing.stripes)
 
     def execute(self, plans: Sequence[Plan | None]) -> list[Outcome | None]:
@@ -93,7 +99,7 @@ class MultiRankExecutor:
         self.sharing = pools[0]
         messages = [Allocate(pool.budget, pool.stripes, kind, fill=True) for pool in pools]
         places = [place(self._layout, rank) for rank in range(self._layout.world)]
-        self._pool.call([messages[at.cp] for at in places], BUILD_TIMEOUT_S)
+        self._pool.call([messages[at.cp] for at in places], BUILD_LIMIT)
         self._steps = RankSteps(self._pool, self._layout, self.sharing.stripes)
 
     def settle(self) -> list[DeviceMemory]:
@@ -105,7 +111,7 @@ class MultiRankExecutor:
         if self._owns_pool:
             self._pool.close()
         elif self._pool.alive:
-            self._pool.call([Release()] * self._layout.world)
+            self._pool.call([Release()] * self._layout.world, RELEASE_LIMIT)
         self._pool.taken = False
 
 

@@ -1,8 +1,8 @@
 """What the engine's process and a rank talk through: two sockets.
 
-On the line of `STEPS` goes one message at a time, to the rank and back. On the line of `PULSE` the
-rank sends a sign of life every second, and sees when the engine's process is gone: neither has to
-look there while a step runs.
+On the line of `STEPS` goes one message at a time, to the rank and back. On the line of `HEARTBEAT`
+the rank's supervisor sends a byte every second, and sees when the engine's process is gone: neither
+waits for what the rank does.
 """
 
 import os
@@ -10,17 +10,18 @@ import secrets
 import select
 import socket
 import struct
+import sys
 import time
 from pathlib import Path
 
-STEPS, PULSE = range(2)
+STEPS, HEARTBEAT = range(2)
 BUSY_S = 0.01  # at most for which a process waits busily; being woken takes some 50 us
 TAKEN_S = 0.5e-3  # a core that is gone for so long has gone to another process
 MOST_TAKEN = 3  # times between two looks; a virtual machine's cores pause now and then
 LOOK_S = 1.0  # between two looks at the machine's load
 CHUNK = 1 << 16  # bytes; most messages come in one piece
 
-Address = str | tuple[str, int]  # a path of a local socket, or host and port
+Address = str | tuple[str, int]  # "@name" in Linux's namespace of local sockets; host and port
 
 _LENGTH = struct.Struct("!Q")
 _HELLO = struct.Struct("!32sIB")  # the key, the rank's number, the line
@@ -69,7 +70,7 @@ class Channel:
         self._socket.close()
 
 
-class Patience:
+class SpinWait:
     """How a process waits for others: busily where the answer is near, then asleep.
 
     It waits busily, for `BUSY_S` at most, if the last wait was as short as that and the machine has
@@ -122,16 +123,31 @@ def new_key() -> str:
     return secrets.token_hex(16)
 
 
+def local_address() -> Address:
+    """Where ranks of this machine can call: never a file, which a killed process would leave."""
+    return f"@kllm-{secrets.token_hex(8)}" if sys.platform == "linux" else ("127.0.0.1", 0)
+
+
 def listen(address: Address, backlog: int) -> socket.socket:
     """A socket that ranks can call.
 
     Raises:
         OSError: when there can be none at this address.
     """
-    found = socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET)
-    found.bind(address)
+    found, place = _socket(address)
+    found.bind(place)
     found.listen(backlog)
     return found
+
+
+def address_of(listener: socket.socket) -> str:
+    """What `parse_address` takes."""
+    match listener.getsockname():
+        case bytes(name):
+            return "@" + name[1:].decode()
+        case host, port:
+            return f"{host}:{port}"
+    raise AssertionError("neither a local socket nor one of IPv4")
 
 
 def call(address: Address, key: str, number: int, line: int) -> socket.socket:
@@ -140,8 +156,8 @@ def call(address: Address, key: str, number: int, line: int) -> socket.socket:
     Raises:
         OSError: when nobody listens there.
     """
-    found = socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET)
-    found.connect(address)
+    found, place = _socket(address)
+    found.connect(place)
     found.sendall(_HELLO.pack(key.encode(), number, line))
     return found
 
@@ -166,8 +182,15 @@ def identify(caller: socket.socket, key: str) -> tuple[int, int] | None:
 
 
 def parse_address(text: str) -> Address:
-    """A path of a local socket, or HOST:PORT."""
-    if text.startswith("/"):
+    """@NAME, or HOST:PORT."""
+    if text.startswith("@"):
         return text
     host, _, port = text.rpartition(":")
     return host, int(port)
+
+
+def _socket(address: Address) -> tuple[socket.socket, Address]:
+    """A socket and what it can bind or connect to."""
+    if isinstance(address, str):
+        return socket.socket(socket.AF_UNIX), "\0" + address[1:]
+    return socket.socket(socket.AF_INET), address

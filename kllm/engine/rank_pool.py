@@ -7,22 +7,38 @@ answer, or reports an error ends them all, with one sentence that names the caus
 import contextlib
 import pickle
 import select
-import subprocess
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from kllm import env
-from kllm.engine.rank_channel import Patience
+from kllm.engine.rank_channel import SpinWait
 from kllm.engine.rank_protocol import Failure
-from kllm.engine.rank_start import SILENCE_S, Nursery, RankLink, start_here
+from kllm.engine.rank_start import HEARTBEAT_TIMEOUT_S, RankLink, Supervisor, start_here
 from kllm.errors import CapacityError, ConfigError, DataError, DependencyError, WorkerError
 
-LOOK_MS = 1000  # between two looks for signs of life
+LOOK_MS = 1000  # between two looks for heartbeats
 CAUSE_S = 1.0  # after a first sign of trouble: how long to look for the rank that died
 CLOSE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class TimeLimit:
+    """Until all ranks must have answered, and what is said of those that have not."""
+
+    seconds: float
+    missed: str  # what they did not do
+    remedy: str
+
+    def exceeded_by(self, ranks: Sequence[int]) -> str:
+        """One sentence."""
+        return (
+            f"ranks {ranks} {self.missed} within {self.seconds:.0f} s and the job was ended; "
+            f"{self.remedy}"
+        )
 
 
 class RankPool:
@@ -30,7 +46,7 @@ class RankPool:
 
     Args:
         ranks: in order of their numbers.
-        nursery: the parent of those that it started.
+        supervisor: the parent of those that it started.
         host: where the ranks reach this process.
         local: how many of them run on this machine; None: all.
     """
@@ -38,15 +54,15 @@ class RankPool:
     def __init__(
         self,
         ranks: Sequence[RankLink],
-        nursery: Nursery,
+        supervisor: Supervisor,
         host: str = "127.0.0.1",
         local: int | None = None,
     ) -> None:
         self.ranks = list(ranks)
         self.host = host
-        self.nursery = nursery
+        self.supervisor = supervisor
         self.taken = False  # by a layout
-        self._patience = Patience(1 + (len(ranks) if local is None else local))
+        self._spin_wait = SpinWait(1 + (len(ranks) if local is None else local))
         self._poll = select.poll()
         self._numbers: dict[int, int] = {}  # of ranks, by the descriptor of their connection
         for i, rank in enumerate(self.ranks):
@@ -63,13 +79,13 @@ class RankPool:
         """Whether it can be used."""
         return bool(self.ranks)
 
-    def call(self, messages: Sequence[Any], timeout_s: float | None = None) -> list[Any]:
+    def call(self, messages: Sequence[Any], limit: TimeLimit | None = None) -> list[Any]:
         """Send each of the first ranks its message; their answers.
 
         The same object for several ranks is pickled once.
 
         Args:
-            timeout_s: until all have answered; None: that of a step, `kllm.env.step_timeout_s`.
+            limit: None: that of a step, `kllm.env.step_timeout_s`.
 
         Raises:
             torch.OutOfMemoryError: when a rank ran out of device memory.
@@ -85,7 +101,7 @@ class RankPool:
                 if data is None:
                     data = packed[id(message)] = pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
                 self._send(i, data)
-            return self._answers(len(messages), timeout_s)
+            return self._answers(len(messages), limit or step_limit())
         except BaseException:
             self.kill()  # the ranks wait for each other, and no later answer could be trusted
             raise
@@ -98,20 +114,19 @@ class RankPool:
         except OSError:
             pass  # dead: noticed when its answer is awaited
 
-    def _answers(self, count: int, timeout_s: float | None) -> list[Any]:
+    def _answers(self, count: int, limit: TimeLimit) -> list[Any]:
         answers: dict[int, Any] = {}
-        limit_s = env.step_timeout_s() if timeout_s is None else timeout_s
         begin_s = looked_s = time.monotonic()
         for rank in self.ranks:
             rank.heard_s = begin_s
         while len(answers) < count:
-            for descriptor, _ in self._patience.wait(self._poll, LOOK_MS):
+            for descriptor, _ in self._spin_wait.wait(self._poll, LOOK_MS):
                 i = self._numbers[descriptor]
                 answers[i] = self._read(i)
             now = time.monotonic()
             late = [i for i in range(count) if i not in answers]
-            if late and now - begin_s > limit_s:
-                raise WorkerError(_too_late(late, limit_s, step=timeout_s is None))
+            if late and now - begin_s > limit.seconds:
+                raise WorkerError(limit.exceeded_by(late))
             if now - looked_s > LOOK_MS / 1e3:
                 looked_s = now
                 self._look_after(late)
@@ -122,7 +137,7 @@ class RankPool:
         for i in late:
             rank = self.ranks[i]
             rank.listen()
-            if time.monotonic() - rank.heard_s > SILENCE_S:
+            if time.monotonic() - rank.heard_s > HEARTBEAT_TIMEOUT_S:
                 raise WorkerError(_silent(i))
 
     def _read(self, i: int) -> Any:
@@ -153,7 +168,7 @@ class RankPool:
         """Which rank died and how; waits a moment, as survivors may be heard before the death."""
         end = time.monotonic() + CAUSE_S
         while True:
-            how = self.nursery.obituary()
+            how = self.supervisor.first_death()
             if how is not None:
                 return f"{how}; the job was ended"
             if time.monotonic() > end:
@@ -165,7 +180,7 @@ class RankPool:
         for rank in self.ranks:
             rank.close()
         if self.ranks:
-            self.nursery.kill()
+            self.supervisor.kill()
         self.ranks = []
 
     def close(self) -> None:
@@ -173,8 +188,11 @@ class RankPool:
         for rank in self.ranks:
             with contextlib.suppress(OSError):
                 rank.steps.send(pickle.dumps(None))
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self.nursery.process.wait(CLOSE_S)
+        waiting, end = set(self._numbers), time.monotonic() + CLOSE_S
+        while self.ranks and waiting and (left := end - time.monotonic()) > 0:
+            for descriptor, _ in self._poll.poll(left * 1000):  # those that have ended
+                self._poll.unregister(descriptor)
+                waiting.remove(descriptor)
         self.kill()
 
     def __enter__(self) -> "RankPool":
@@ -186,20 +204,17 @@ class RankPool:
 
 def _silent(i: int) -> str:
     return (
-        f"rank {i} has not been heard of for {SILENCE_S:.0f} s and the job was ended; see "
-        "whether its process was stopped or its machine is overloaded"
+        f"rank {i} has not been heard of for {HEARTBEAT_TIMEOUT_S:.0f} s and the job was ended; "
+        "see whether its process was stopped or its machine is overloaded"
     )
 
 
-def _too_late(ranks: Sequence[int], limit_s: float, *, step: bool) -> str:
-    if step:
-        return (
-            f"ranks {ranks} did not finish a step within {limit_s:.0f} s and the job was ended; "
-            "set KLLM_STEP_TIMEOUT_S higher if steps may take that long"
-        )
-    return (
-        f"ranks {ranks} were not set up within {limit_s:.0f} s and the job was ended; check the "
-        "link between them and the disk with the weights"
+def step_limit() -> TimeLimit:
+    """Of a step."""
+    return TimeLimit(
+        env.step_timeout_s(),
+        "did not finish a step",
+        "set KLLM_STEP_TIMEOUT_S higher if steps may take that long",
     )
 
 

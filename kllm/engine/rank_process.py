@@ -1,18 +1,11 @@
-"""The processes of ranks: `python -m kllm.engine.rank_process ADDRESS FIRST COUNT`.
-
-Each calls the engine's process, builds what it is told to, and runs steps until the connection
-closes. A second thread shows that the process lives, on a connection of its own: when the engine's
-process is gone, the rank ends at once, even in the middle of a collective.
+"""A rank's process: it calls the engine's process, builds what it is told to, and runs steps until
+the connection closes. `rank_supervisor` forks it, and kills it when the engine's process is gone.
 """
 
-import contextlib
-import gc
 import os
 import pickle
 import select
-import socket
 import sys
-import threading
 import traceback
 from typing import Any, NoReturn
 
@@ -23,19 +16,9 @@ from kllm.config import EngineConfig
 from kllm.engine.memory import KVBudget
 from kllm.engine.rank import Rank
 from kllm.engine.rank_answers import StepAnswers
-from kllm.engine.rank_channel import (
-    PULSE,
-    STEPS,
-    Address,
-    Channel,
-    Patience,
-    call,
-    parse_address,
-)
+from kllm.engine.rank_channel import STEPS, Address, Channel, SpinWait, call
 from kllm.engine.rank_groups import joined_groups, try_groups
 from kllm.engine.rank_protocol import (
-    AUTHKEY,
-    OBITUARY,
     Allocate,
     Build,
     Failure,
@@ -44,14 +27,11 @@ from kllm.engine.rank_protocol import (
     Settle,
     StandIn,
     Step,
-    ending,
 )
 from kllm.hardware import release_memory
 from kllm.models.base import Groups
 from kllm.models.load import ResolvedModel, resolve
 from kllm.parallel import distributed, expert_deep_ep
-
-ALIVE_S = 1.0  # between two signs of life
 
 
 class RankServer:
@@ -141,14 +121,16 @@ def serve(address: Address, key: str, number: int, processes: int) -> NoReturn:
     Args:
         processes: of this machine that wait for each other, with the engine's.
     """
-    pulse = call(address, key, number, PULSE)
-    steps = Channel(call(address, key, number, STEPS))
-    threading.Thread(target=_live, args=(pulse,), daemon=True).start()
-    server, patience, poll = RankServer(number), Patience(processes), select.poll()
+    try:
+        steps = Channel(call(address, key, number, STEPS))
+    except OSError as error:
+        print(f"rank {number} cannot reach the engine at {address}: {error.strerror}", flush=True)
+        _end(1)
+    server, spin_wait, poll = RankServer(number), SpinWait(processes), select.poll()
     poll.register(steps.fileno(), select.POLLIN)
     try:
         while True:
-            patience.wait(poll)
+            spin_wait.wait(poll)
             message = pickle.loads(steps.receive())
             if message is None:
                 break
@@ -159,52 +141,7 @@ def serve(address: Address, key: str, number: int, processes: int) -> NoReturn:
     _end(0)
 
 
-def _live(pulse: socket.socket) -> None:
-    """Send signs of life until the engine's process is gone."""
-    pulse.settimeout(ALIVE_S)
-    with contextlib.suppress(OSError):
-        while True:
-            try:
-                if not pulse.recv(1):
-                    break
-            except TimeoutError:
-                with contextlib.suppress(TimeoutError):  # nobody has read them for minutes
-                    pulse.send(b".")
-    _end(1)
-
-
 def _end(code: int) -> NoReturn:
-    # Not sys.exit: another thread may be inside a collective that never returns.
+    # Not sys.exit: a library's thread may never end, and this copy of the supervisor must.
     sys.stdout.flush()
     os._exit(code)
-
-
-def main() -> None:
-    """Become the ranks, and say how each of them ended if it did not end well.
-
-    They are forked once everything is imported: that takes seconds, and memory, only once. No
-    thread runs and no device is in use at that time.
-    """
-    address, first, count = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
-    key = os.environ[AUTHKEY]
-    # With torchrun the others of this machine are not this process's children.
-    processes = 1 + int(os.environ.get("LOCAL_WORLD_SIZE", count))
-    gc.freeze()  # a collection would copy every page that the ranks share
-    engine, numbers = os.getppid(), {}
-    for number in range(first, first + count):
-        if os.getppid() != engine:
-            return  # it is gone; the ranks that have called it notice by themselves
-        pid = os.fork()
-        if pid == 0:
-            serve(parse_address(address), key, number, processes)
-        numbers[pid] = number
-    while numbers:
-        pid, status = os.wait()
-        code = os.waitstatus_to_exitcode(status)
-        number = numbers.pop(pid)
-        if code:
-            print(f"{OBITUARY}rank {number} {ending(code)}", flush=True)
-
-
-if __name__ == "__main__":
-    main()

@@ -15,7 +15,7 @@ from kllm.engine.step import MicroStep, RankOutcome
 from kllm.parallel.stripes import Stripes
 
 AUTHKEY = "KLLM_RANK_KEY"  # environment variable: what ranks prove themselves with
-OBITUARY = "[kllm] "  # begins the line that says how a rank died
+DEATH = "[kllm] "  # begins the line that says how a rank died
 
 
 def ending(code: int) -> str:

@@ -10,29 +10,29 @@ import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import IO
 
 import psutil
 
 from kllm.engine.rank_channel import (
-    PULSE,
+    HEARTBEAT,
     STEPS,
     Channel,
+    address_of,
     identify,
     listen,
+    local_address,
     new_key,
     usable_cores,
 )
-from kllm.engine.rank_protocol import AUTHKEY, OBITUARY, ending
+from kllm.engine.rank_protocol import AUTHKEY, DEATH, ending
 from kllm.errors import CapacityError, WorkerError
 
 # torchrun's names for the place of a process among those of its machine.
 PLACE_VARIABLES = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
-MODULE = "kllm.engine.rank_process"
+MODULE = "kllm.engine.rank_supervisor"
 START_S = 120.0  # until every rank must have called back
-SILENCE_S = 20.0  # a rank sends a sign of life every second
-SOCKET_PATH_BYTES = 103  # what every system takes, the final zero not counted
+HEARTBEAT_TIMEOUT_S = 20.0  # there is one every second
 IDLE_BYTES = 64 << 20  # of host memory that a rank has for itself before it holds anything
 
 
@@ -41,37 +41,37 @@ class RankLink:
     """The connections to one rank."""
 
     steps: Channel
-    pulse: socket.socket
+    heartbeats: socket.socket
     heard_s: float = field(default_factory=time.monotonic)
 
     def listen(self) -> None:
-        """Read its signs of life."""
+        """Read its heartbeats."""
         with contextlib.suppress(OSError):  # none came; a death shows on the other connection
-            if self.pulse.recv(1 << 12):
+            if self.heartbeats.recv(1 << 12):
                 self.heard_s = time.monotonic()
 
     def close(self) -> None:
         """Close both connections."""
         self.steps.close()
-        self.pulse.close()
+        self.heartbeats.close()
 
 
 @dataclass(slots=True)
-class Nursery:
-    """The process that started the ranks of this machine and waits for their ends."""
+class Supervisor:
+    """The process that started the ranks of this machine and watches them."""
 
     process: subprocess.Popen[bytes]
     log: IO[bytes]  # what it and the ranks print
 
-    def obituary(self) -> str | None:
+    def first_death(self) -> str | None:
         """The first rank that died and how; None while all live."""
         self.log.seek(0)
         lines = self.log.read().decode(errors="replace").strip().splitlines()
-        found = [i for i, line in enumerate(lines) if line.startswith(OBITUARY)]
+        found = [i for i, line in enumerate(lines) if line.startswith(DEATH)]
         if not found:
             code = self.process.poll()
-            return f"the process that starts ranks {ending(code)}" if code else None
-        first = lines[found[0]].removeprefix(OBITUARY)
+            return f"the supervisor of the ranks {ending(code)}" if code else None
+        first = lines[found[0]].removeprefix(DEATH)
         before = [line for line in lines[: found[0]] if line.strip()]
         return f"{first}: {before[-1].strip()[:300]}" if before and "exit code" in first else first
 
@@ -83,7 +83,7 @@ class Nursery:
         self.log.close()
 
 
-def start_here(world: int) -> tuple[list[RankLink], Nursery]:
+def start_here(world: int) -> tuple[list[RankLink], Supervisor]:
     """Start `world` ranks on this machine and wait until they have called.
 
     Raises:
@@ -92,27 +92,14 @@ def start_here(world: int) -> tuple[list[RankLink], Nursery]:
     """
     check_host_memory(world)
     key = new_key()
-    with tempfile.TemporaryDirectory(prefix="kllm-") as folder:
-        address = str(Path(folder) / "ranks")
-        if len(os.fsencode(address)) > SOCKET_PATH_BYTES:
-            raise WorkerError(
-                f"the ranks cannot meet at {address}: the system takes socket paths of at most "
-                f"{SOCKET_PATH_BYTES} bytes; set TMPDIR to a shorter folder"
-            )
+    with listen(local_address(), backlog=2 * world) as listener:
+        variables = variables_for(world, os.environ)
+        supervisor = start_ranks(address_of(listener), range(world), key, variables)
         try:
-            listener = listen(address, backlog=2 * world)
-        except OSError as error:
-            raise WorkerError(
-                f"the ranks cannot meet at {address}: {error.strerror}; set TMPDIR to a folder on "
-                "a local disk"
-            ) from error
-        with listener:
-            nursery = start_ranks(address, range(world), key, variables_for(world, os.environ))
-            try:
-                return accept(listener, world, key, nursery), nursery
-            except BaseException:
-                nursery.kill()
-                raise
+            return accept(listener, world, key, supervisor), supervisor
+        except BaseException:
+            supervisor.kill()
+            raise
 
 
 def check_host_memory(world: int, rank_bytes: int = 0) -> None:
@@ -144,8 +131,8 @@ def variables_for(world: int, variables: Mapping[str, str]) -> dict[str, str]:
     return found
 
 
-def start_ranks(address: str, ranks: range, key: str, variables: Mapping[str, str]) -> Nursery:
-    """Start a process that becomes these ranks, which will call `address`.
+def start_ranks(address: str, ranks: range, key: str, variables: Mapping[str, str]) -> Supervisor:
+    """Start a process that forks these ranks, which will call `address`.
 
     Args:
         variables: its environment; PLACE_VARIABLES among them are taken for torchrun's.
@@ -165,10 +152,10 @@ def start_ranks(address: str, ranks: range, key: str, variables: Mapping[str, st
         )
     except OSError as error:
         raise WorkerError(f"cannot start ranks ({sys.executable}): {error.strerror}") from error
-    return Nursery(process, log)
+    return Supervisor(process, log)
 
 
-def accept(listener: socket.socket, world: int, key: str, nursery: Nursery) -> list[RankLink]:
+def accept(listener: socket.socket, world: int, key: str, supervisor: Supervisor) -> list[RankLink]:
     """The connections of each rank.
 
     Raises:
@@ -178,9 +165,9 @@ def accept(listener: socket.socket, world: int, key: str, nursery: Nursery) -> l
     deadline = time.monotonic() + START_S
     listener.settimeout(0.5)
     while len(found) < 2 * world:
-        dead = nursery.obituary()
+        dead = supervisor.first_death()
         if dead or time.monotonic() > deadline:
-            both = [n for n in range(world) if {(n, STEPS), (n, PULSE)} <= found.keys()]
+            both = [n for n in range(world) if {(n, STEPS), (n, HEARTBEAT)} <= found.keys()]
             missing = sorted(set(range(world)) - set(both))
             why = dead or f"they did not call within {START_S:.0f} s"
             raise WorkerError(f"ranks {missing} did not start: {why}")
@@ -194,6 +181,8 @@ def accept(listener: socket.socket, world: int, key: str, nursery: Nursery) -> l
         else:
             found[who] = caller
     for rank in range(world):
-        found[rank, STEPS].settimeout(SILENCE_S)  # of sending to a rank that does not read
-        found[rank, PULSE].setblocking(False)
-    return [RankLink(Channel(found[n, STEPS]), found[n, PULSE]) for n in range(world)]
+        found[rank, STEPS].settimeout(
+            HEARTBEAT_TIMEOUT_S
+        )  # of sending to a rank that does not read
+        found[rank, HEARTBEAT].setblocking(False)
+    return [RankLink(Channel(found[n, STEPS]), found[n, HEARTBEAT]) for n in range(world)]

@@ -13,8 +13,8 @@ import torch.distributed as dist
 
 from kllm.engine.rank_channel import listen, new_key, parse_address
 from kllm.engine.rank_pool import RankPool
-from kllm.engine.rank_process import serve
 from kllm.engine.rank_start import accept, start_ranks
+from kllm.engine.rank_supervisor import supervise
 from kllm.errors import WorkerError
 
 CALL = "kllm/call"  # store key: where the first process listens, and the word that lets ranks in
@@ -44,8 +44,9 @@ def become_rank() -> None:
     if call == NOBODY:
         raise SystemExit(0)
     address, key = call.split(" ")
-    processes = 1 + int(os.environ["LOCAL_WORLD_SIZE"])
-    serve(parse_address(address), key, int(os.environ["RANK"]), processes)
+    number = int(os.environ["RANK"])
+    _, code = next(supervise(parse_address(address), key, range(number, number + 1)))
+    raise SystemExit(code if code >= 0 else 128 - code)  # as shells tell of signals
 
 
 @cache
@@ -59,14 +60,14 @@ def pool() -> RankPool:
     key = new_key()
     with listen((host, 0), backlog=2 * world) as listener:
         address = f"{host}:{listener.getsockname()[1]}"
-        nursery = start_ranks(address, range(1), key, os.environ)
+        supervisor = start_ranks(address, range(1), key, os.environ)
         _store().set(CALL, f"{address} {key}")
         try:
-            links = accept(listener, world, key, nursery)
+            links = accept(listener, world, key, supervisor)
         except BaseException:
-            nursery.kill()
+            supervisor.kill()
             raise
-    return RankPool(links, nursery, host, int(os.environ["LOCAL_WORLD_SIZE"]))
+    return RankPool(links, supervisor, host, int(os.environ["LOCAL_WORLD_SIZE"]))
 
 
 def finish() -> None:

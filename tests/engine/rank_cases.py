@@ -2,10 +2,11 @@
 
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from threading import Timer
+from typing import Any
 
 import numpy as np
 import psutil
@@ -15,6 +16,7 @@ from kllm.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConf
 from kllm.core import Request, SamplingParams
 from kllm.engine.engine import Engine
 from kllm.engine.rank_pool import RankPool
+from kllm.engine.rank_protocol import StandIn
 from kllm.errors import WorkerError
 
 END_S = 30.0  # within which a job ends whose rank has died or stopped
@@ -22,6 +24,20 @@ SPREAD = ParallelConfig(dp=2, ep=2)
 # Set it to 200 to look for hangs that come once in a while.
 REPEATS = int(os.environ.get("KLLM_TEST_REPEATS", "3"))
 BUSY, IDLE = 20, 1  # requests of the ranks of a skewed load
+
+
+# As a collective of a library that keeps Python's lock while it waits (PyDLL does, CDLL does not).
+HOLD_LOCK = "__import__('ctypes').PyDLL(None).sleep({seconds})"
+
+
+class Evaluate:
+    """A message that makes a rank evaluate this code first; the answer is True."""
+
+    def __init__(self, code: str) -> None:
+        self.code = f"({code}, stand_in(None))[1]"
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return eval, (self.code, {"stand_in": StandIn})
 
 
 def engine(
@@ -56,7 +72,7 @@ def start(running: Engine, count: int = 4) -> None:
 
 def processes(pool: RankPool) -> list[psutil.Process]:
     """The ranks' processes in order."""
-    children = psutil.Process(pool.nursery.process.pid).children()
+    children = psutil.Process(pool.supervisor.process.pid).children()
     return sorted(children, key=lambda child: child.pid)
 
 
@@ -106,7 +122,7 @@ def check_a_stopped_rank_ends_the_job(running: Engine, pool: RankPool, silence_s
     """Stop rank 0 of a started engine; seconds until the error.
 
     Args:
-        silence_s: what `kllm.engine.rank_pool.SILENCE_S` is.
+        silence_s: what `kllm.engine.rank_pool.HEARTBEAT_TIMEOUT_S` is.
     """
     ranks = processes(pool)
     ranks[0].suspend()

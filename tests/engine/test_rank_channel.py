@@ -12,13 +12,18 @@ import pytest
 from kllm.engine import rank_channel
 from kllm.engine.rank_channel import (
     BUSY_S,
-    PULSE,
+    HEARTBEAT,
     STEPS,
+    Address,
     Channel,
-    Patience,
+    SpinWait,
+    address_of,
     call,
     identify,
+    listen,
+    local_address,
     new_key,
+    parse_address,
 )
 
 
@@ -83,7 +88,7 @@ def test_only_those_who_know_the_key_are_let_in() -> None:
                     return identify(caller, key)
 
         assert answer(key, STEPS) == (7, STEPS)
-        assert answer(key, PULSE) == (7, PULSE)
+        assert answer(key, HEARTBEAT) == (7, HEARTBEAT)
         assert answer(new_key(), STEPS) is None
         with socket.create_connection(listener.getsockname()[:2]) as stranger:
             caller, _ = listener.accept()
@@ -91,6 +96,18 @@ def test_only_those_who_know_the_key_are_let_in() -> None:
             stranger.shutdown(socket.SHUT_WR)
             with caller:
                 assert identify(caller, key) is None
+
+
+@pytest.mark.parametrize("address", [local_address(), ("127.0.0.1", 0)], ids=["local", "tcp"])
+def test_a_rank_finds_what_its_command_line_names(address: Address) -> None:
+    key = new_key()
+    with (
+        listen(address, backlog=1) as listener,
+        call(parse_address(address_of(listener)), key, 7, STEPS),
+    ):
+        caller, _ = listener.accept()
+        with caller:
+            assert identify(caller, key) == (7, STEPS)
 
 
 def test_a_caller_that_says_little_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,10 +152,10 @@ class Poll:
             self.now = max(self.now, self.ready_s)
         return [(3, select.POLLIN)] if self.now >= self.ready_s else []
 
-    def wait(self, patience: Patience, seconds: float) -> bool:
+    def wait(self, spin_wait: SpinWait, seconds: float) -> bool:
         """Whether the process slept until an answer after so many seconds."""
         self.ready_s, self.asleep = self.now + seconds, 0
-        assert patience.wait(self, None) == [(3, select.POLLIN)]  # type: ignore[arg-type]
+        assert spin_wait.wait(self, None) == [(3, select.POLLIN)]  # type: ignore[arg-type]
         return self.asleep > 0
 
 
@@ -149,11 +166,11 @@ def machine(monkeypatch: pytest.MonkeyPatch, cores: float, load: float = 0.0) ->
 
 def test_a_near_answer_is_waited_for_busily(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, cores=4)
-    poll, patience = Poll(monkeypatch), Patience(3)
-    assert not poll.wait(patience, BUSY_S / 2)
-    assert poll.wait(patience, 10 * BUSY_S), "no longer than that"
-    assert poll.wait(patience, BUSY_S / 2), "the last one was not near"
-    assert not poll.wait(patience, BUSY_S / 2)
+    poll, spin_wait = Poll(monkeypatch), SpinWait(3)
+    assert not poll.wait(spin_wait, BUSY_S / 2)
+    assert poll.wait(spin_wait, 10 * BUSY_S), "no longer than that"
+    assert poll.wait(spin_wait, BUSY_S / 2), "the last one was not near"
+    assert not poll.wait(spin_wait, BUSY_S / 2)
 
 
 @pytest.mark.parametrize(("cores", "load"), [(3, 0.0), (2.5, 0.0), (4, 4.0)])
@@ -161,35 +178,35 @@ def test_nobody_waits_busily_where_all_cores_are_taken(
     monkeypatch: pytest.MonkeyPatch, cores: float, load: float
 ) -> None:
     machine(monkeypatch, cores, load)
-    poll, patience = Poll(monkeypatch), Patience(3)
-    assert all(poll.wait(patience, BUSY_S / 2) for _ in range(3))
+    poll, spin_wait = Poll(monkeypatch), SpinWait(3)
+    assert all(poll.wait(spin_wait, BUSY_S / 2) for _ in range(3))
 
 
 def test_the_load_is_looked_at_again(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, cores=4, load=9.0)
-    poll, patience = Poll(monkeypatch), Patience(3)
-    assert poll.wait(patience, BUSY_S / 2)
+    poll, spin_wait = Poll(monkeypatch), SpinWait(3)
+    assert poll.wait(spin_wait, BUSY_S / 2)
     machine(monkeypatch, cores=4)
-    assert poll.wait(patience, BUSY_S / 2)
+    assert poll.wait(spin_wait, BUSY_S / 2)
     poll.now += 2 * rank_channel.LOOK_S
-    assert not poll.wait(patience, BUSY_S / 2)
+    assert not poll.wait(spin_wait, BUSY_S / 2)
 
 
 def test_a_core_that_pauses_once_is_still_there(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, cores=4)
-    poll, patience = Poll(monkeypatch), Patience(3)
+    poll, spin_wait = Poll(monkeypatch), SpinWait(3)
     poll.lost_s = BUSY_S / 2
-    assert not poll.wait(patience, BUSY_S / 4)
+    assert not poll.wait(spin_wait, BUSY_S / 4)
     poll.lost_s = 0.0
-    assert not poll.wait(patience, BUSY_S / 2)
+    assert not poll.wait(spin_wait, BUSY_S / 2)
 
 
 def test_a_core_that_others_want_is_left_to_them(monkeypatch: pytest.MonkeyPatch) -> None:
     machine(monkeypatch, cores=4)
-    poll, patience = Poll(monkeypatch), Patience(3)
+    poll, spin_wait = Poll(monkeypatch), SpinWait(3)
     poll.lost_s = 2 * rank_channel.TAKEN_S
-    assert poll.wait(patience, BUSY_S / 2)
+    assert poll.wait(spin_wait, BUSY_S / 2)
     poll.lost_s = 0.0
-    assert poll.wait(patience, BUSY_S / 2)
+    assert poll.wait(spin_wait, BUSY_S / 2)
     poll.now += 2 * rank_channel.LOOK_S
-    assert not poll.wait(patience, BUSY_S / 2)
+    assert not poll.wait(spin_wait, BUSY_S / 2)

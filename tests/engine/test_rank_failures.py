@@ -1,8 +1,5 @@
 """A rank that dies, stops or is slow: the job goes on correctly, or ends with a sentence."""
 
-import errno
-import os
-import pickle
 import signal
 import socket
 import subprocess
@@ -10,10 +7,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -21,15 +18,18 @@ import pytest
 
 from kllm.config import ParallelConfig
 from kllm.core import SamplingParams
+from kllm.engine.multi_rank import JOIN_LIMIT, RELEASE_LIMIT
 from kllm.engine.rank_channel import new_key
 from kllm.engine.rank_pool import RankPool, launch
 from kllm.engine.rank_protocol import Release, Settle
-from kllm.engine.rank_start import Nursery, accept
+from kllm.engine.rank_start import Supervisor, accept
 from kllm.errors import ConfigError, DataError, WorkerError
 from tests.engine.layout_cases import answers, checkpoint
 from tests.engine.rank_cases import (
+    HOLD_LOCK,
     REPEATS,
     SPREAD,
+    Evaluate,
     check_a_killed_rank_ends_the_job,
     check_a_stopped_rank_ends_the_job,
     closing,
@@ -80,7 +80,7 @@ def test_a_killed_rank_ends_the_job(model: Path, pool: RankPool, after_s: float)
 def test_a_stopped_rank_ends_the_job(
     model: Path, pool: RankPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kllm.engine.rank_pool.SILENCE_S", 4.0)
+    monkeypatch.setattr("kllm.engine.rank_pool.HEARTBEAT_TIMEOUT_S", 4.0)
     running = engine(model, pool)
     start(running)
     check_a_stopped_rank_ends_the_job(running, pool, 4.0)
@@ -101,7 +101,8 @@ def test_ranks_that_are_not_set_up_in_time_end_the_job(
     model: Path, pool: RankPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The sentence does not send anybody to the time limit of steps."""
-    monkeypatch.setattr("kllm.engine.multi_rank.JOIN_TIMEOUT_S", 1.0)
+    limit = replace(JOIN_LIMIT, seconds=1.0)
+    monkeypatch.setattr("kllm.engine.multi_rank.JOIN_LIMIT", limit)
     processes(pool)[1].suspend()
     with pytest.raises(WorkerError, match="were not set up within 1 s") as caught:
         engine(model, pool)
@@ -116,21 +117,29 @@ def test_debug_mode_tells_where_a_rank_failed(monkeypatch: pytest.MonkeyPatch) -
     assert "rank_process.py" in str(caught.value)
 
 
-class Sleep:
-    """A message during which a rank does nothing else, as in a collective; the answer is True."""
-
-    def __init__(self, seconds: float) -> None:
-        self.code = f"__import__('time').sleep({seconds}) or released()"
-
-    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-        return eval, (self.code, {"released": Release})
-
-
 def test_a_rank_that_works_for_long_is_not_silent(
     pool: RankPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kllm.engine.rank_pool.SILENCE_S", 2.5)
-    assert pool.call([Sleep(4.0), Release()]) == [True, True]
+    """Also where a library keeps Python's lock meanwhile."""
+    monkeypatch.setattr("kllm.engine.rank_pool.HEARTBEAT_TIMEOUT_S", 2.5)
+    work = Evaluate(HOLD_LOCK.format(seconds=4))
+    assert pool.call([work, Release()]) == [True, True]
+
+
+def test_a_rank_that_hangs_while_it_leaves_a_layout_ends_the_job(
+    model: Path, pool: RankPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in the collective with which DeepEP's buffers are destroyed."""
+    limit = replace(RELEASE_LIMIT, seconds=4.0)
+    monkeypatch.setattr("kllm.engine.multi_rank.RELEASE_LIMIT", limit)
+    monkeypatch.setattr("kllm.engine.rank_pool.HEARTBEAT_TIMEOUT_S", 2.5)
+    hang = f"lambda: {HOLD_LOCK.format(seconds=60)}"
+    module = "__import__('kllm.parallel.expert_deep_ep').parallel.expert_deep_ep"
+    pool.call([Release(), Evaluate(f"setattr({module}, 'release', {hang})")])
+    running, ranks = engine(model, pool), processes(pool)
+    with pytest.raises(WorkerError, match=r"ranks \[1\] did not leave their layout within 4 s"):
+        running.close()
+    assert left_behind(ranks) == []
 
 
 def test_a_rank_that_does_not_read_ends_the_job(
@@ -145,54 +154,15 @@ def test_a_rank_that_does_not_read_ends_the_job(
     assert not pool.alive
 
 
-@pytest.mark.parametrize("busy", [False, True])
-def test_ranks_end_with_the_engines_process(model: Path, busy: bool) -> None:
-    script = (
-        "import sys, time; from kllm.engine.rank_pool import launch; pool = launch(2);"
-        "print(pool.nursery.process.pid, flush=True);"
-    )
-    if busy:
-        work = pickle.dumps(Sleep(60.0))
-        script += f"[link.steps.send({work!r}) for link in pool.ranks];"
-    script += "print(flush=True); time.sleep(60)"
-    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE) as parent:
-        assert parent.stdout is not None
-        nursery = psutil.Process(int(parent.stdout.readline()))
-        ranks = nursery.children()
-        assert len(ranks) == 2
-        parent.stdout.readline()
-        parent.kill()
-    assert left_behind([nursery, *ranks]) == []
-
-
-def test_a_temporary_folder_too_deep_for_a_socket(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    deep = tmp_path / ("x" * 100)
-    deep.mkdir()
-    monkeypatch.setattr("tempfile.tempdir", str(deep))
-    with pytest.raises(WorkerError, match="set TMPDIR to a shorter folder"):
-        launch(2)
-
-
-def test_a_folder_that_takes_no_socket(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*args: object, **options: object) -> None:
-        raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-
-    monkeypatch.setattr("kllm.engine.rank_start.listen", refuse)
-    with pytest.raises(WorkerError, match=r"cannot meet at .*not supported; set TMPDIR"):
-        launch(2)
-
-
 @contextmanager
-def starting(code: str) -> Iterator[Nursery]:
+def starting(code: str) -> Iterator[Supervisor]:
     """A process in place of the one that starts ranks, which runs `code`."""
     process = subprocess.Popen([sys.executable, "-c", code], process_group=0)
-    nursery = Nursery(process, tempfile.TemporaryFile())  # noqa: SIM115
+    supervisor = Supervisor(process, tempfile.TemporaryFile())  # noqa: SIM115
     try:
-        yield nursery
+        yield supervisor
     finally:
-        nursery.kill()
+        supervisor.kill()
 
 
 @pytest.mark.parametrize(
@@ -204,11 +174,11 @@ def starting(code: str) -> Iterator[Nursery]:
 )
 def test_a_process_that_dies_before_it_starts_ranks(signum: int, how: str) -> None:
     with (
-        starting(f"import os; os.kill(os.getpid(), {int(signum)})") as nursery,
+        starting(f"import os; os.kill(os.getpid(), {int(signum)})") as supervisor,
         socket.create_server(("127.0.0.1", 0)) as listener,
-        pytest.raises(WorkerError, match=f"the process that starts ranks {how}"),
+        pytest.raises(WorkerError, match=f"the supervisor of the ranks {how}"),
     ):
-        accept(listener, 2, new_key(), nursery)
+        accept(listener, 2, new_key(), supervisor)
 
 
 def test_strangers_do_not_make_the_start_endless(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,14 +192,14 @@ def test_strangers_do_not_make_the_start_endless(monkeypatch: pytest.MonkeyPatch
                 stranger.sendall(bytes(64))
 
     with (
-        starting("import time; time.sleep(60)") as nursery,
+        starting("import time; time.sleep(60)") as supervisor,
         socket.create_server(("127.0.0.1", 0)) as listener,
     ):
         thread = threading.Thread(target=call_often, args=(listener.getsockname()[:2],))
         thread.start()
         try:
             with pytest.raises(WorkerError, match=r"\[0, 1\] did not start: they did not call"):
-                accept(listener, 2, new_key(), nursery)
+                accept(listener, 2, new_key(), supervisor)
         finally:
             done.set()
             thread.join()

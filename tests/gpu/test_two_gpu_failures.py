@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from kllm.engine.rank_pool import launch
-from kllm.engine.rank_start import SILENCE_S
+from kllm.engine.rank_start import HEARTBEAT_TIMEOUT_S
 from tests.engine.layout_cases import checkpoint
 from tests.engine.rank_cases import (
     check_a_killed_rank_ends_the_job,
@@ -66,5 +66,5 @@ def test_a_stopped_rank_ends_the_job(model: Path) -> None:
     with memory_given_back(), launch(2) as pool:
         running = engine(model, pool, device=DEVICE)
         start(running)
-        seconds = check_a_stopped_rank_ends_the_job(running, pool, SILENCE_S)
+        seconds = check_a_stopped_rank_ends_the_job(running, pool, HEARTBEAT_TIMEOUT_S)
     print(f"\nthe job ended {seconds:.1f} s after rank 0 was stopped")
