@@ -188,8 +188,8 @@ class _Worker:
         except psutil.Error:
             return 0
 
-    def obituary(self) -> str:
-        """How it died, one sentence."""
+    def how_it_ended(self) -> str:
+        """One sentence."""
         code = self.process.wait(CLOSE_GRACE_S)
         if code < 0:
             name = signal.Signals(-code).name
@@ -308,7 +308,7 @@ class _Watch:
 
     def _why_dead(self) -> str:
         try:
-            return self.worker.obituary()
+            return self.worker.how_it_ended()
         except subprocess.TimeoutExpired:
             return "the worker closed its output and did not end"
 
