@@ -13,7 +13,7 @@ import torch
 
 from kllm.errors import CapacityError
 from kllm.hardware import release_memory
-from kllm.hardware.links import gpu_event
+from kllm.hardware.chain import gpu_event
 
 T = TypeVar("T")
 

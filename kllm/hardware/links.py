@@ -2,7 +2,8 @@
 
 One process a rank: over NCCL between all GPUs, over gloo between processes on a CPU. Calls are
 timed several in a row behind a first one that lets all ranks begin together, so that a time is
-that of the link and not of the host that asks for it.
+that of the link and not of the host that asks for it; on GPUs as parts of a captured chain of
+kernels, as in a decode step.
 """
 
 import multiprocessing.connection
@@ -21,13 +22,13 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from kllm.errors import CapacityError, WorkerError
+from kllm.hardware.chain import HEAD_START_CYCLES, REPEATS, WARMUP, gpu_event, seconds_in_chain
 
 # Bytes that a rank sends, 4 KiB to 256 MiB; to 4 MiB between processes, whose links are slow.
 GPU_SIZES = tuple(1 << n for n in range(12, 29, 2))
 CPU_SIZES = tuple(1 << n for n in range(12, 23, 2))
 CPU_RANKS = 2  # processes on a CPU share its cores: more of them measure the cores
-REPEATS, WARMUP, INNER = 7, 3, 5
-HEAD_START_CYCLES = 1 << 20  # the device spins for half a millisecond while the host queues calls
+INNER = 5  # calls in a row
 TIMEOUT_S = 90.0
 ELEMENT = torch.float32
 
@@ -192,7 +193,8 @@ def _point(
     make: "Make", rank: int, ranks: int, device: torch.device, size: int
 ) -> tuple[float, float]:
     sent, call = make(rank, ranks, device, size)
-    return sent, seconds_of_call(call, device)
+    timed = seconds_in_chain if device.type == "cuda" else seconds_of_call
+    return sent, timed(call, device)
 
 
 Call = Callable[[], None]
@@ -261,11 +263,6 @@ COLLECTIVES: Mapping[str, Make] = {
     "all_reduce": _reduce,
     "all_to_all": _exchange,
 }
-
-
-def gpu_event() -> torch.cuda.Event:
-    """An event that keeps its time."""
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 def seconds_of_call(call: Call, device: torch.device) -> float:

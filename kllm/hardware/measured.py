@@ -28,7 +28,8 @@ from torch import Tensor
 
 from kllm import env
 from kllm.errors import DataError
-from kllm.hardware.links import LinkCeilings, Points, gpu_event, measure_links
+from kllm.hardware.chain import gpu_event
+from kllm.hardware.links import LinkCeilings, Points, measure_links
 from kllm.hardware.machine import detect, fingerprint
 from kllm.hardware.memory import release_memory
 

@@ -23,6 +23,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from kllm.hardware.chain import seconds_in_chain
 from kllm.parallel.communicator import Handle
 from kllm.parallel.link import (
     Link,
@@ -240,13 +241,18 @@ class DeviceWire:
 
     The receive buffer is written on a second stream at the same time, so a transfer takes its
     emulated time or that of the copy, whichever is longer, and not their sum.
+
+    Args:
+        calibration: as `_calibration` finds it.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(
+        self, device: torch.device, calibration: tuple[float, float] | None = None
+    ) -> None:
         self._device = device
         self._spins = _stream(device)
         self._copies = _stream(device)
-        self._overhead_s, self._cycles_per_s = _spin_rate(device)
+        self._overhead_s, self._cycles_per_s = calibration or _calibration(device)
 
     def transfer(self, seconds: float, fill: Callable[[], object], *buffers: Tensor) -> Handle:
         """Queue behind the transfers under way and behind what the current stream has to do."""
@@ -299,11 +305,12 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
 
 
 @cache
-def _spin_rate(device: torch.device) -> tuple[float, float]:
-    """(seconds of an empty spin, cycles a second), from a short and a long spin."""
+def _calibration(device: torch.device) -> tuple[float, float]:
+    """(seconds that a transfer of no length takes in a captured step, cycles of a second)."""
     short, long = (min(_time_spin(device, n) for _ in range(5)) for n in CALIBRATION_CYCLES)
     rate = (CALIBRATION_CYCLES[1] - CALIBRATION_CYCLES[0]) / (long - short)
-    return max(0.0, short - CALIBRATION_CYCLES[0] / rate), rate
+    wire, x = DeviceWire(device, (0.0, rate)), torch.zeros(1, device=device)
+    return seconds_in_chain(lambda: wire.transfer(0.0, lambda: x.mul_(1), x).wait(), device), rate
 
 
 def _time_spin(device: torch.device, cycles: int) -> float:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from kllm.hardware.chain import seconds_in_chain
 from kllm.parallel.emulated import EmulatedComm
 from kllm.parallel.link import Link
 
@@ -34,8 +35,8 @@ def test_a_transfer_takes_the_time_of_the_link(cuda: torch.device, megabytes: in
     out = torch.empty_like(x)
     want = LINK.seconds(x.nbytes)
     got = device_seconds(lambda: comm.ring_shift(out, x).wait())
-    # Ordering three streams by events costs some microseconds besides.
-    assert want * (1 - FEW_PERCENT) <= got <= want * (1 + FEW_PERCENT) + 15e-6
+    # Ordering three streams by events costs some microseconds, more or less than in a graph.
+    assert want * (1 - FEW_PERCENT) - 10e-6 <= got <= want * (1 + FEW_PERCENT) + 15e-6
     assert torch.equal(out, x)
 
 
@@ -104,3 +105,13 @@ def test_a_transfer_can_be_captured_in_a_graph(cuda: torch.device) -> None:
     seconds = device_seconds(graph.replay)
     assert torch.equal(out, torch.full_like(out, 3))
     assert seconds >= LINK.seconds(3 * x.nbytes) * (1 - FEW_PERCENT)
+
+
+@pytest.mark.parametrize("micro", [30, 300])
+def test_a_captured_step_is_as_much_longer_as_the_transfer_takes(
+    cuda: torch.device, micro: int
+) -> None:
+    comm = EmulatedComm(Link(latency_s=micro * 1e-6, bytes_per_s=1e12), size=2, device=cuda)
+    x = torch.ones(256, device=cuda)
+    got = seconds_in_chain(lambda: comm.all_reduce(x).wait(), cuda)
+    assert got == pytest.approx(micro * 1e-6, rel=FEW_PERCENT, abs=3e-6)

@@ -43,8 +43,7 @@ def test_a_slice_serves_its_requests(cuda: torch.device, model: str, layout: str
         while engine.has_work:
             engine.step()
         assert [len(request.output_ids) for request in requests] == [12] * 4
-        assert engine.free_pages == engine.budget.num_pages * len(
-            engine._schedulers[0].holdings.pools
-        )
+        pools = sum(len(group.holdings.pools) for group in engine._schedulers)
+        assert engine.free_pages == engine.budget.num_pages * pools
     finally:
         engine.close()

@@ -1,0 +1,52 @@
+"""What an operation takes on a device in the midst of others, as in a captured step."""
+
+import statistics
+from collections.abc import Callable
+
+import torch
+
+LENGTH = 8  # operations of a chain
+REPEATS, WARMUP = 7, 3
+HEAD_START_CYCLES = 1 << 20  # the device spins for half a millisecond while the host queues work
+
+
+def gpu_event() -> torch.cuda.Event:
+    """An event that keeps its time."""
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+def seconds_in_chain(call: Callable[[], object], device: torch.device) -> float:
+    """Seconds by which `call` makes each step of a captured chain of small kernels longer.
+
+    Ordering the streams that it uses is in it, and what the host does to queue it is not.
+
+    Args:
+        call: can be captured in a CUDA graph. If it waits for other ranks, they do the same.
+    """
+    count = torch.zeros(1, device=device)
+
+    def chain(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(LENGTH):
+                count.add_(1)
+                work()
+        return graph
+
+    call()  # makes what cannot be made while capturing
+    torch.cuda.synchronize(device)
+    graphs = chain(call), chain(lambda: None)
+    times = [[_seconds_of(graph, call) for graph in graphs] for _ in range(WARMUP + REPEATS)]
+    full, bare = (statistics.median(column) for column in zip(*times[WARMUP:], strict=True))
+    return max(0.0, full - bare) / LENGTH
+
+
+def _seconds_of(graph: torch.cuda.CUDAGraph, call: Callable[[], object]) -> float:
+    begin, end = gpu_event(), gpu_event()
+    torch.cuda._sleep(HEAD_START_CYCLES)  # type: ignore[no-untyped-call]
+    call()  # ends on all ranks at the same time
+    begin.record()
+    graph.replay()
+    end.record()
+    end.synchronize()
+    return float(begin.elapsed_time(end)) / 1e3
