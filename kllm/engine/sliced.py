@@ -3,7 +3,6 @@
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +14,7 @@ from kllm.engine.rank import DeviceMemory, Rank
 from kllm.engine.rank_answers import StepAnswers
 from kllm.engine.rank_groups import sliced_groups
 from kllm.engine.rank_protocol import Runner, Sampled, Step
+from kllm.engine.rank_relay import Relay
 from kllm.engine.rank_steps import RankSteps
 from kllm.engine.step import MicroStep, RankOutcome
 from kllm.models.base import CausalLM, Groups
@@ -26,24 +26,32 @@ class Loopback:
     """A rank of each request-DP group, told its steps as if it were in another process.
 
     One rank is here. In each step it runs for the group that has most to do, as the others wait
-    for that one in every exchange of tokens; the tokens that they sample are 0. So a step takes
-    the host as long as one of all ranks, except that no process has to be woken: some tens of
-    microseconds a step.
+    for that one in every exchange of tokens; the tokens that they sample are 0. A relay process is
+    woken once a step, so that a step takes the host as long as one of all ranks, less the sending
+    to those beyond the first of each group.
 
     Args:
         here: the rank.
         group: its own.
         groups: all of the layout.
+        relay: what is woken.
     """
 
-    def __init__(self, here: Runner, group: int, groups: int) -> None:
+    def __init__(self, here: Runner, group: int, groups: int, relay: Relay) -> None:
         self.present = group  # the group that the rank runs for
         self._members = [StepAnswers(_Member(self, here, group, i, groups)) for i in range(groups)]
+        self._relay = relay
 
     def call(self, messages: Sequence[Step]) -> list[Sampled]:
-        """The answers to each group's message."""
-        pairs = zip(self._members, messages, strict=True)
-        return [_sent(member.answer(_sent(message))) for member, message in pairs]
+        """The answers to each group's message.
+
+        Raises:
+            WorkerError: when the relay is gone.
+        """
+        sent = [_packed(message) for message in messages]
+        self._relay.wake(sent[self.present])
+        pairs = zip(self._members, map(pickle.loads, sent), strict=True)
+        return [pickle.loads(_packed(member.answer(message))) for member, message in pairs]
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,9 +94,8 @@ def busiest(plans: Sequence[Plan | None], group: int) -> int:
     return group if len(plans) == 1 else max(range(len(plans)), key=load)
 
 
-def _sent(message: Any) -> Any:
-    """What arrives in another process."""
-    return pickle.loads(pickle.dumps(message, pickle.HIGHEST_PROTOCOL))
+def _packed(message: Step | Sampled) -> bytes:
+    return pickle.dumps(message, pickle.HIGHEST_PROTOCOL)
 
 
 class SlicedExecutor:
@@ -119,6 +126,7 @@ class SlicedExecutor:
             model=model,
         )
         self.sharing = sharing_of(config, self._rank.budget)
+        self._relay = Relay()
         self._allocate(fill=False)
 
     def execute(self, plans: Sequence[Plan | None]) -> list[Outcome | None]:
@@ -158,6 +166,7 @@ class SlicedExecutor:
         """Drop the KV pool; what the caller does not hold of the network goes too."""
         if self._rank is not None:
             self._rank.close()
+            self._relay.close()
             del self._steps, self._loopback
         self._rank = None
 
@@ -170,6 +179,6 @@ class SlicedExecutor:
         sharing = self.sharing
         self._here.allocate(sharing.budget, sharing.stripes, sharing.cp_kind, fill=fill)
         groups, dp = range(self._layout.dp), self._place.dp
-        self._loopback = Loopback(self._here, dp, len(groups))
+        self._loopback = Loopback(self._here, dp, len(groups), self._relay)
         numbers = [rank_of(self._layout, replace(self._place, dp=group)) for group in groups]
         self._steps = RankSteps(self._loopback, self._layout, sharing.stripes, numbers)
