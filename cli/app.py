@@ -14,14 +14,13 @@ from contextlib import contextmanager
 from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 from typer.core import TyperGroup
 
 from kllm import __version__, env
 from kllm.cli.bench import bench_app
 from kllm.cli.compare import compare
 from kllm.cli.config import config_app
-from kllm.cli.console import err, interrupted, out
+from kllm.cli.console import err, interrupted, out, say
 from kllm.cli.doctor import doctor
 from kllm.cli.generate import generate
 from kllm.cli.models import models
@@ -163,5 +162,5 @@ def _os_sentence(error: OSError) -> str:
 def _fail(sentence: str, code: int) -> None:
     if env.debug():
         traceback.print_exc()
-    err.print(f"[red]error:[/red] {escape(sentence)}", highlight=False, soft_wrap=True)
+    say(err, sentence, lead="error: ", style="red")
     raise SystemExit(code)

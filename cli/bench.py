@@ -5,6 +5,7 @@ import typer
 from kllm.cli.bench_engine import compare_power, latency, overhead, throughput, vs_transformers
 from kllm.cli.bench_experts import expert_balance
 from kllm.cli.bench_parallel import fidelity, ring_vs_allgather, tp_vs_dp_attention
+from kllm.cli.bench_progress import watched
 from kllm.cli.console import out
 from kllm.cli.options import AsJson
 
@@ -30,12 +31,15 @@ def list_benches(as_json: AsJson = False) -> None:
 
 
 bench_app.command("list")(list_benches)
-bench_app.command("latency")(latency)
-bench_app.command("throughput")(throughput)
-bench_app.command("overhead")(overhead)
-bench_app.command("vs-transformers")(vs_transformers)
-bench_app.command("compare-power")(compare_power)
-bench_app.command("fidelity")(fidelity)
-bench_app.command("ring-vs-allgather")(ring_vs_allgather)
-bench_app.command("tp-vs-dp-attention")(tp_vs_dp_attention)
-bench_app.command("expert-balance")(expert_balance)
+for _name, _command in {
+    "latency": latency,
+    "throughput": throughput,
+    "overhead": overhead,
+    "vs-transformers": vs_transformers,
+    "compare-power": compare_power,
+    "fidelity": fidelity,
+    "ring-vs-allgather": ring_vs_allgather,
+    "tp-vs-dp-attention": tp_vs_dp_attention,
+    "expert-balance": expert_balance,
+}.items():
+    bench_app.command(_name)(watched(_name, _command))

@@ -6,7 +6,7 @@ from typing import Annotated, Any
 import typer
 
 from kllm.cli.bench_run import BenchOptions, run_and_show, show
-from kllm.cli.console import err
+from kllm.cli.console import err, say
 from kllm.cli.options import (
     DEFAULT_OUTPUT,
     AsJson,
@@ -149,7 +149,7 @@ def ring_vs_allgather(
     options = BenchOptions.of({**locals(), **first})
     config = choose(options.config(), fidelity, max(ranks))
     seconds = bench.estimate_s(config, repeats)
-    err.print(f"{bench.name}: about {seconds:.0f} s, by a rough estimate", highlight=False)
+    say(err, f"{bench.name}: about {seconds:.0f} s, by a rough estimate")
     run_and_show(bench, options, config)
 
 

@@ -2,16 +2,54 @@
 
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import wraps
+from typing import TYPE_CHECKING, Any
 
-from kllm.cli.console import err
+from kllm.cli.console import err, say
 
 if TYPE_CHECKING:
     from kllm.bench.base import ProgressHook
 
-LINE_S = 4.0  # between two lines in a pipe
+LINE_S = 8.0  # between two lines in a pipe
+
+
+@dataclass(frozen=True, slots=True)
+class Watch:
+    """The progress of a command: what its bench tells, and the end, before results are printed."""
+
+    hook: "ProgressHook"
+    stop: Callable[[], None]
+
+
+def _nothing(*told: object) -> None:
+    """Where nobody watches."""
+
+
+UNWATCHED = Watch(_nothing, _nothing)
+_watch: ContextVar[Watch] = ContextVar("watch", default=UNWATCHED)
+
+
+def watched(title: str, command: Callable[..., None]) -> Callable[..., None]:
+    """A command that shows its progress from the start: its imports alone take seconds."""
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        with ExitStack() as stack:
+            hook = stack.enter_context(progress(title))
+            token = _watch.set(Watch(hook, stack.close))
+            stack.callback(_watch.reset, token)
+            command(**given)
+
+    return run
+
+
+def watch() -> Watch:
+    """The progress of the command that runs."""
+    return _watch.get()
 
 
 @contextmanager
@@ -31,7 +69,7 @@ def _bar(title: str) -> Iterator["ProgressHook"]:
 
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
     with Progress(*columns, console=err, transient=True) as bar:
-        task = bar.add_task(title, total=None)
+        task = bar.add_task(f"{title}: starting", total=None)
 
         def hook(what: str, done: int, total: int) -> None:
             bar.update(task, description=f"{title}: {what}", completed=done, total=total)
@@ -49,8 +87,7 @@ def _lines(title: str) -> Iterator["ProgressHook"]:
 
     def speak() -> None:
         while not over.wait(LINE_S):
-            line = f"{title}: {latest[0]}, {time.monotonic() - begin:.0f} s"
-            err.print(line, markup=False, highlight=False, soft_wrap=True)
+            say(err, f"{title}: {latest[0]}, {time.monotonic() - begin:.0f} s")
 
     speaker = threading.Thread(target=speak, name="progress", daemon=True)
     speaker.start()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Self
 import typer
 
 from kllm.cli.bench_output import print_result
-from kllm.cli.bench_progress import progress
+from kllm.cli.bench_progress import watch
 from kllm.cli.console import INTERRUPTED, err, interrupted, say
 
 if TYPE_CHECKING:
@@ -114,18 +114,18 @@ def run_and_show(
     from kllm.bench.run import run_bench
     from kllm.errors import KllmError
 
-    with progress(bench.name) as hook:
-        context = Context(
-            config=config or settled(options.config()),
-            repeats=options.repeats,
-            seed=options.seed,
-            progress=hook,
-        )
-        command = ("kllm", *sys.argv[1:])
-        try:
-            result, path = run_bench(bench, context, options.output, command)
-        except KeyboardInterrupt:
-            raise interrupted("interrupted before anything was measured") from None
+    context = Context(
+        config=config or settled(options.config()),
+        repeats=options.repeats,
+        seed=options.seed,
+        progress=watch().hook,
+    )
+    command = ("kllm", *sys.argv[1:])
+    try:
+        result, path = run_bench(bench, context, options.output, command)
+    except KeyboardInterrupt:
+        watch().stop()
+        raise interrupted("interrupted before anything was measured") from None
     show(result, path, options.as_json)
     if result.extra.get("interrupted"):
         raise typer.Exit(INTERRUPTED)
@@ -142,6 +142,7 @@ def show(result: "RunResult", path: Path, as_json: bool) -> None:
     """Print a stored result, as tables or as one document, and where it is."""
     from kllm.results.schema import encode
 
+    watch().stop()
     if as_json:
         typer.echo(encode(result).decode(), nl=False)
     else:

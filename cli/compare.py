@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from kllm.cli.console import err, out
+from kllm.cli.console import err, out, say
 from kllm.cli.options import AsJson
 from kllm.errors import ConfigError
 
@@ -54,12 +54,12 @@ def compare(
         table = Table(*comparing.TABLE_COLUMNS)
         for row in found.rows:
             table.add_row(*(escape(cell) for cell in comparing.table_cells(row)))
-        out.print(escape(f"{found.verdict} Fidelity: {found.fidelity}."), highlight=False)
+        say(out, f"{found.verdict} Fidelity: {found.fidelity}.")
         out.print(table)
         for note in (*(f"Allowed: {d}." for d in found.allowed), *found.notes):
-            out.print(escape(note), highlight=False)
+            say(out, note)
     if html is not None:
         write_atomic(html, render_comparison_html(found).encode())
-        err.print(f"report: {escape(str(html))}", highlight=False, soft_wrap=True)
+        say(err, f"report: {html}")
     if found.regressed:
         raise typer.Exit(1)

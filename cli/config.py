@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from kllm.cli.console import out
+from kllm.cli.console import out, say
 from kllm.errors import ConfigError
 
 config_app = typer.Typer(no_args_is_help=True, help="Check the config file; list the variables.")
@@ -26,7 +26,7 @@ def check(
         raise ConfigError("no config file: set KLLM_CONFIG, or put a kllm.toml into this folder")
     defaults = read_defaults(path, ctx.find_root().command)
     count = _leaves(defaults)
-    out.print(f"{path}: good, {count} default{'' if count == 1 else 's'}", soft_wrap=True)
+    say(out, f"{path}: good, {count} default{'' if count == 1 else 's'}")
 
 
 @config_app.command("env")
@@ -40,7 +40,7 @@ def show_env() -> None:
     for variable in env.VARIABLES:
         table.add_row(variable.name, variable.default or "-", variable.meaning)
     out.print(table)
-    out.print("Every option has one as well: KLLM_TUNE_TRIALS is `kllm tune --trials`.")
+    say(out, "Every option has one as well: KLLM_TUNE_TRIALS is `kllm tune --trials`.")
 
 
 def _leaves(tree: dict[str, object]) -> int:

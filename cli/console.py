@@ -1,16 +1,51 @@
 """The two consoles, `out` for results and `err` for the rest; how interrupted commands end."""
 
+import os
+import textwrap
+
 import typer
 from rich.console import Console
-
-# Paths must stay on one line so that they can be copied and grepped: soft_wrap at the calls.
-out = Console()
-err = Console(stderr=True)
+from rich.text import Text
 
 INTERRUPTED = 130  # exit code after Ctrl-C or SIGTERM
+WHOLE = 10_000  # columns: no table is as wide
+
+
+def _console(*, stderr: bool = False) -> Console:
+    """A console that folds tables to a terminal or to COLUMNS, and in a pipe not at all."""
+    console = Console(stderr=stderr)
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console.width = WHOLE
+    return console
+
+
+out, err = _console(), _console(stderr=True)
+
+
+def say(console: Console, text: str, *, lead: str = "", style: str = "") -> None:
+    """Print text in which words and paths stay whole: wrapped on a terminal, else one line.
+
+    Args:
+        lead: stands before the text; the lines below it are indented as far.
+        style: of the lead where there is one, else of the text.
+    """
+    if console.is_terminal:
+        text = textwrap.fill(
+            text,
+            console.width,
+            initial_indent=lead,
+            subsequent_indent=" " * len(lead),
+            break_long_words=False,
+            break_on_hyphens=False,
+        )
+    else:
+        text = lead + text
+    shown = Text(text)
+    shown.stylize(style, 0, len(lead) or None)
+    console.print(shown, soft_wrap=True)
 
 
 def interrupted(sentence: str) -> typer.Exit:
     """What to raise where a command is interrupted, after the sentence is said."""
-    err.print(sentence, highlight=False, soft_wrap=True, markup=False)
+    say(err, sentence)
     return typer.Exit(INTERRUPTED)

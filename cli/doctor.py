@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kllm.cli.console import err, out
+from kllm.cli.console import err, out, say
 from kllm.cli.options import AsJson
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def doctor(
     if found.links:
         out.print(_links(found.links))
     for sentence in advice(machine):
-        out.print(sentence, highlight=False)
+        say(out, sentence)
 
 
 def advice(machine: "Machine") -> list[str]:
@@ -107,6 +107,9 @@ def _ceilings(found: "Ceilings") -> Any:
     table.add_row(
         "measured at", found.measured_at or "unknown; `kllm doctor --fresh` measures again"
     )
+    load = "unknown, or beaten by a run" if found.load is None else f"{found.load:.2f}"
+    again = "; measured again in a calm moment" if found.busy else ""
+    table.add_row("load of each core then", load + again)
     table.add_row("copy, bytes read + written", f"{found.copy_bytes_per_s / 1e9:,.1f} GB/s")
     table.add_row("read", f"{found.read_bytes_per_s / 1e9:,.1f} GB/s")
     for dtype, rate in found.matmul_flops_per_s.items():

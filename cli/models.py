@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kllm.cli.console import out
+from kllm.cli.console import out, say
 from kllm.cli.models_layout import exact, print_deployment, scaled, size
 from kllm.cli.options import AsJson, given_options
 
@@ -91,7 +91,7 @@ def models(
         return
     out.print(_table(found))
     for alias, name in presets.ALIASES.items():
-        out.print(f"{alias} is short for {name}.", highlight=False)
+        say(out, f"{alias} is short for {name}.")
 
 
 def _table(found: "list[ModelFacts]") -> Any:

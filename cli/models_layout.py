@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
-from kllm.cli.console import out
+from kllm.cli.console import out, say
 
 if TYPE_CHECKING:
     from kllm.models.deployment import Deployment, Sequence, Transfer
@@ -20,18 +20,17 @@ def print_deployment(found: "Deployment", memory_fraction: float) -> None:
         if transfers:
             out.print(_transfers(f"one rank's transfers, {title}", transfers))
         else:
-            out.print(f"No transfers in a {title}.", highlight=False)
+            say(out, f"No transfers in a {title}.")
     if found.sequence:
         out.print(_hiding(found.sequence))
         for sentence in _sentences(found.sequence):
-            out.print(sentence, highlight=False, soft_wrap=True)
+            say(out, sentence)
     link = found.device.link
-    out.print(
+    say(
+        out,
         "Modelled, for the load of one request-DP group, over a link of "
         f"{size(link.bytes_per_s)}/s and {link.latency_s * 1e6:.3g} us a call. Times are those of "
         "the link, nothing hidden.",
-        highlight=False,
-        soft_wrap=True,
     )
 
 

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from kllm.cli.console import err, out
+from kllm.cli.console import err, out, say
 from kllm.cli.options import AsJson
 
 recipes_app = typer.Typer(no_args_is_help=True, help="List, show and check recipes.")
@@ -32,7 +32,7 @@ def list_recipes(
         typer.echo(json.dumps(rows, indent=1))
         return
     if not recipes:
-        err.print("no recipes are packaged; `kllm tune` makes one for this machine")
+        say(err, "no recipes are packaged; `kllm tune` makes one for this machine")
         return
     table = Table("name", "model", "scale", "measured on", "fidelity")
     for name, recipe in recipes:
@@ -81,6 +81,6 @@ def check(
         raise KllmError(f"recipe {name} cannot be recommended: {recipe.missed_slo}")
     if as_json:
         return
-    out.print(f"{name}: good", highlight=False, soft_wrap=True)
+    say(out, f"{name}: good")
     for reason in misfits:
-        err.print(f"note: {reason}; its numbers may differ here", highlight=False, soft_wrap=True)
+        say(err, f"note: {reason}; its numbers may differ here")

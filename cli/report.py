@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from kllm.cli.console import err
+from kllm.cli.console import err, say
 
 
 def report(
@@ -21,8 +21,6 @@ def report(
     ] = False,
 ) -> None:
     """Make a report of stored results."""
-    from rich.markup import escape
-
     from kllm.results.foreign import load_any
     from kllm.results.report import render_html, render_markdown
     from kllm.results.store import write_atomic
@@ -30,6 +28,6 @@ def report(
     results = [result for path in paths for result in load_any(path)]
     if html is not None:
         write_atomic(html, render_html(results).encode())
-        err.print(f"report: {escape(str(html))}", highlight=False, soft_wrap=True)
+        say(err, f"report: {html}")
     if markdown or html is None:
         typer.echo(render_markdown(results), nl=False)

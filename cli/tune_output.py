@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 import typer
 
-from kllm.cli.console import INTERRUPTED, interrupted, out
+from kllm.cli.console import INTERRUPTED, interrupted, out, say
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -48,9 +48,9 @@ def _print_best(tuned: "Tuned") -> None:
         first = goal.objectives[0]
         words = describe(tuned.best.settings, space.default, space.free)
         value = f"{tuned.best.metrics[first.metric]:.4g} {first.unit}"
-        _line(f"best so far: {words}: {first.name} {value} (trial {tuned.best.number})")
+        say(out, f"best so far: {words}: {first.name} {value} (trial {tuned.best.number})")
     else:
-        _line("best so far: nothing that meets the SLO")
+        say(out, "best so far: nothing that meets the SLO")
 
 
 def _print_result(tuned: "Tuned") -> None:
@@ -59,17 +59,17 @@ def _print_result(tuned: "Tuned") -> None:
     result = tuned.result
     if tuned.comparison is not None:
         out.print(_table(result, tuned))
-        _line(f"{result.model} ({result.scale}), fidelity {result.fidelity}: {result.verdict}")
+        say(out, f"{result.model} ({result.scale}), fidelity {result.fidelity}: {result.verdict}")
         if result.boundary:
-            _line(f"boundary: {result.boundary}")
+            say(out, f"boundary: {result.boundary}")
     importance = result.find_series("importance")
     if importance is not None and importance.rows:
         shares = ", ".join(f"{name} {share:.0%}" for name, share in importance.rows)
-        _line(f"what mattered: {shares}")
+        say(out, f"what mattered: {shares}")
     if tuned.files.recipe is not None:
-        _line(f"recipe: {tuned.files.recipe}")
-    _line(f"result: {tuned.files.result}")
-    _line(f"report: {tuned.files.report}")
+        say(out, f"recipe: {tuned.files.recipe}")
+    say(out, f"result: {tuned.files.result}")
+    say(out, f"report: {tuned.files.report}")
 
 
 def _table(result: "RunResult", tuned: "Tuned") -> "Table":
@@ -93,7 +93,3 @@ def _table(result: "RunResult", tuned: "Tuned") -> "Table":
             cells.append("" if other is None else f"{other:.4g}")
         table.add_row(*cells)
     return table
-
-
-def _line(text: str) -> None:
-    out.print(text, highlight=False, soft_wrap=True, markup=False)

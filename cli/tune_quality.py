@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from kllm.cli.console import err, out
+from kllm.cli.console import err, out, say
 from kllm.cli.options import AsJson
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def _record(
     from kllm.tuners.setup import Request
 
     def progress(done: int, total: int, outcome: Outcome) -> None:
-        err.print(f"{done}/{total}: {outcome.state}, {outcome.total_s:.1f} s", highlight=False)
+        say(err, f"{done}/{total}: {outcome.state}, {outcome.total_s:.1f} s")
 
     request = Request(
         config=EngineConfig(model=model, scale=scale),
@@ -98,11 +98,10 @@ def _print(quality: "Quality", identity: dict[str, Any]) -> None:
         share, tuned, random = cells
         times = [f"{t:.1f}" if math.isfinite(t) else "never" for t in (tuned, random)]
         table.add_row(str(name), f"{share:.1%}", *times)
-    out.print(
+    say(
+        out,
         f"{identity.get('model')} ({identity.get('scale')}) on {identity.get('device')}: "
         f"{quality.points} points in {quality.grid_s:.0f} s; budgets {quality.trials} trials and "
         f"{quality.time_share:.0%} of that time",
-        highlight=False,
-        soft_wrap=True,
     )
     out.print(table)

@@ -9,6 +9,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from kllm.cli.console import say
 from kllm.tuners.outcome import PER_GPU
 from kllm.tuners.setup import Setup, describe
 from kllm.tuners.space import Value
@@ -31,7 +32,7 @@ class PlainView(Watcher):
     def line(self, text: str) -> None:
         """Print a line that stays one."""
         self.said_s = self.clock()
-        self.console.print(text, highlight=False, soft_wrap=True, markup=False)
+        say(self.console, text)
 
     def note(self, sentence: str) -> None:
         """Print it."""

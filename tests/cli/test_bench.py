@@ -2,9 +2,8 @@
 
 import json
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 import typer
@@ -12,11 +11,12 @@ from typer.testing import CliRunner
 
 from kllm import hardware
 from kllm.bench.base import Context
+from kllm.bench.overhead import OverheadBench
 from kllm.bench.record import Record
 from kllm.cli.bench import bench_app
 from kllm.cli.bench_output import fit, series_table
 from kllm.cli.bench_progress import progress
-from kllm.cli.bench_run import BenchOptions, run_and_show, settled
+from kllm.cli.bench_run import settled
 from kllm.cli.doctor import advice, doctor
 from kllm.config import EngineConfig
 from kllm.errors import KllmError
@@ -49,46 +49,35 @@ def test_a_run_keeps_the_scale_that_fitted_at_its_start(monkeypatch: pytest.Monk
     assert resolve(kept).scale == "full"
 
 
-@dataclass(frozen=True)
-class Sweep:
-    """A bench of two points, of which some fail."""
+def overhead(monkeypatch: pytest.MonkeyPatch, output: Path, good: int) -> None:
+    """Run a bench of two points, of which some are good and the others fail."""
 
-    good: int
-    name: str = "sweep"
-
-    def workload(self) -> dict[str, Any]:
-        return {}
-
-    def measure(self, ctx: Context, record: Record) -> None:
+    def measure(self: OverheadBench, ctx: Context, record: Record) -> None:
         for point in range(2):
-            if point < self.good:
-                record.add(f"step_ms.{point}", 1.0, unit="ms", direction="lower")
-                record.row("sweep", {"batch": point, "state": "ok"})
+            if point < good:
+                record.add(f"overhead_us.{point}", 1.0, unit="us", direction="lower")
+                record.row("sweep", {"running": point, "state": "ok"})
             else:
                 reason = "out of host memory"
-                record.row("sweep", {"batch": point, "state": "failed", "reason": reason})
+                record.row("sweep", {"running": point, "state": "failed", "reason": reason})
 
-    def conclude(self, record: Record) -> None: ...
-
-
-def options(output: Path) -> BenchOptions:
-    return BenchOptions(
-        model="llama-3-8b", scale="tiny", device="cpu", dtype="float32", kv_dtype="auto",
-        repeats=1, seed=0, output=output, as_json=True,
-    )  # fmt: skip
+    monkeypatch.setattr(OverheadBench, "measure", measure)
+    monkeypatch.setattr(OverheadBench, "conclude", lambda self, record: None)
+    run("overhead", "--model", "llama-3-8b", "--scale", "tiny", "--output", str(output))
 
 
-def test_a_bench_is_done_when_some_of_its_points_failed(tmp_path: Path) -> None:
-    run_and_show(Sweep(good=1), options(tmp_path))
+def test_a_bench_is_done_when_some_of_its_points_failed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    overhead(monkeypatch, tmp_path, good=1)
 
 
 def test_a_bench_that_could_measure_nothing_failed_and_is_stored(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(KllmError, match="nothing was measured: out of host memory") as raised:
-        run_and_show(Sweep(good=0), options(tmp_path))
+        overhead(monkeypatch, tmp_path, good=0)
     assert raised.value.exit_code == 1
-    assert json.loads(capsys.readouterr().out)["metrics"] == {}
     assert len(list(tmp_path.glob("*.json"))) == 1
 
 
@@ -175,13 +164,13 @@ def test_progress_in_a_pipe_is_a_line_every_few_seconds(monkeypatch: pytest.Monk
     lines: list[str] = []
     spoken = threading.Event()
 
-    def say(line: str, **style: object) -> None:
+    def say(console: object, line: str) -> None:
         lines.append(line)
         if "loading" in line:
             spoken.set()
 
     monkeypatch.setattr("kllm.cli.bench_progress.LINE_S", 0.01)
-    monkeypatch.setattr("kllm.cli.bench_progress.err.print", say)
+    monkeypatch.setattr("kllm.cli.bench_progress.say", say)
     with progress("latency") as hook:
         hook("loading", 1, 3)
         assert spoken.wait(30)
