@@ -1,9 +1,11 @@
 """A bench's result in a terminal: a table for each series, then what it says in sentences."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from kllm.cli.console import out
+from kllm.cli.console import out, say
+from kllm.results.headings import LEGENDS, fidelity, heading
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -29,21 +31,34 @@ Row = dict[str, Any]  # a cell by the name of its column
 
 def print_result(result: "RunResult") -> None:
     """Print the tables of a result, its verdict, its boundary and its notes."""
-    about = f"{result.model} ({result.scale}, {result.dtype}), fidelity: {result.fidelity}"
-    _line(f"{result.name}: {about}")
+    about = f"{result.model} ({result.scale}, {result.dtype}), fidelity: {fidelity(result)}"
+    say(out, f"{result.name}: {about}")
     for series in result.series:
         # A gain is what a sweep beside it shows already; reports draw it.
         if series.name not in DETAILS and not series.name.startswith("gain:"):
-            heading, table, footnotes = series_table(series, out.width)
-            _line("")
-            _line(heading, style="bold")
+            title, table, footnotes = series_table(series, out.width)
+            if legend := LEGENDS.get((result.name, series.name)):
+                footnotes.append(legend)
+            say(out, "")
+            say(out, title, style="bold")
             out.print(table)
             for footnote in footnotes:
-                _line(footnote)
-    _line("")
-    for sentence in (result.verdict, result.boundary, *result.notes):
-        if sentence:
-            _line(sentence)
+                say(out, footnote)
+    for title, text in (
+        ("Verdict", result.verdict or ""),
+        ("Boundary", result.boundary or ""),
+        ("Notes", " ".join(result.notes)),
+    ):
+        if text:
+            say(out, "")
+            say(out, title, style="bold")
+            for sentence in sentences(text):
+                say(out, sentence, lead="- ")
+
+
+def sentences(text: str) -> list[str]:
+    """A paragraph as its sentences: each begins after a full stop and a space."""
+    return re.split(r"(?<=\.) ", text)
 
 
 def series_table(series: "Series", width: int) -> "tuple[str, Table, list[str]]":
@@ -52,18 +67,18 @@ def series_table(series: "Series", width: int) -> "tuple[str, Table, list[str]]"
     Args:
         width: of the terminal, in characters.
     """
-    names = [column.name for column in series.columns]
+    titles = {column.name: heading(column.name, column.unit) for column in series.columns}
     rows = series.to_dicts()
     footnotes = take_reasons(rows)
-    shown = [n for n in names if n != "reason" and not n.endswith(NOT_SHOWN)]
+    shown = [n for n in titles if n != "reason" and not n.endswith(NOT_SHOWN)]
     # All is alike in a single row: there the heading says what ran.
     alike = {n: cell for n, cell in _alike(shown, rows).items() if len(rows) > 1 or n in RAN}
     if len(shown) - len(alike) < 2:  # one column left would be a table without a figure
         alike = {n: cell for n, cell in alike.items() if n in RAN}
     columns = [n for n in shown if n not in alike] or shown
-    said = [f"{_heading(name)} {cell}" for name, cell in alike.items() if cell]
-    heading = ", ".join([_heading(series.name), *(words for words in said if words != FINE)])
-    return heading, _table(columns, rows, width), footnotes
+    said = [f"{titles[name]} {cell}" for name, cell in alike.items() if cell]
+    title = ", ".join([heading(series.name), *(words for words in said if words != FINE)])
+    return title, _table({name: titles[name] for name in columns}, rows, width), footnotes
 
 
 def take_reasons(rows: Sequence[Row]) -> list[str]:
@@ -80,18 +95,18 @@ def take_reasons(rows: Sequence[Row]) -> list[str]:
     return [f"{mark} {reason}" for reason, mark in marks.items()]
 
 
-def _table(columns: Sequence[str], rows: Sequence[Row], width: int) -> "Table":
+def _table(titles: Mapping[str, str], rows: Sequence[Row], width: int) -> "Table":
     from rich import box
     from rich.markup import escape
     from rich.table import Table
 
-    cells = {name: [_cell(row[name]) for row in rows] for name in columns}
-    texts = [n for n in columns if not all(isinstance(r[n], int | float | None) for r in rows)]
-    gap, widths = fit({name: [_heading(name), *cells[name]] for name in columns}, texts, width)
+    cells = {name: [_cell(row[name]) for row in rows] for name in titles}
+    texts = [n for n in titles if not all(isinstance(r[n], int | float | None) for r in rows)]
+    gap, widths = fit({name: [titles[name], *cells[name]] for name in titles}, texts, width)
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, gap - 1, 0, 0))
-    for name in columns:
+    for name in titles:
         table.add_column(
-            _heading(name),
+            titles[name],
             justify="left" if name in texts else "right",
             overflow="fold",
             width=widths.get(name),
@@ -138,11 +153,6 @@ def _alike(names: Sequence[str], rows: Sequence[Row]) -> dict[str, str]:
     return {name: cells.pop() for name, cells in found.items() if len(cells) == 1}
 
 
-def _heading(name: str) -> str:
-    name = name.replace("tokens_per_s", "tok/s").replace("_per_s", "/s")
-    return name.replace("prompt_tokens", "ISL").replace("_", " ")
-
-
 def _cell(value: object) -> str:
     match value:
         case None:
@@ -156,7 +166,3 @@ def _cell(value: object) -> str:
         case int() if abs(value) >= 1e4:
             return f"{value:,}"
     return str(value)
-
-
-def _line(text: str, style: str | None = None) -> None:
-    out.print(text, style=style, highlight=False, soft_wrap=True, markup=False)

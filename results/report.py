@@ -9,15 +9,10 @@ from markupsafe import Markup
 from kllm.results.charts import charts_of, comparison_chart
 from kllm.results.claims import ClaimRow, side_by_side
 from kllm.results.compare import TABLE_COLUMNS, Comparison, number, table_cells
+from kllm.results.headings import FIDELITY_MEANS, LEGENDS, fidelity, heading
 from kllm.results.schema import Cell, Column, Fingerprint, Metric, RunResult, Series
 
 MAX_ROWS, MAX_MARKDOWN_ROWS = 60, 40  # of a series; the rest is in the result file
-
-FIDELITY_MEANS = {
-    "real": "ran on as many devices as the layout has ranks, with real communication",
-    "rank-slice": "one rank's true share of a bigger layout on one device; collectives emulated",
-    "modelled": "nothing ran; from a cost model or a simulator",
-}
 
 
 def render_html(results: Sequence[RunResult]) -> str:
@@ -84,13 +79,18 @@ def _run(result: RunResult) -> dict[str, Any]:
     return {
         "result": result,
         "verdict": result.verdict or "No verdict was recorded.",
-        "means": FIDELITY_MEANS[result.fidelity],
+        "fidelity": fidelity(result),
+        "means": _means(result),
         "charts": [(title, Markup(svg)) for title, svg in charts_of(result)],
         "metrics": [[name, *_metric_cells(m)] for name, m in result.metrics.items()],
-        "tables": [_series_table(series, MAX_ROWS) for series in result.series],
+        "tables": [_series_table(result.name, series, MAX_ROWS) for series in result.series],
         "facts": _facts(result),
         "machine": machine_facts(result.fingerprint),
     }
+
+
+def _means(result: RunResult) -> str:
+    return f"{result.fidelity}: {FIDELITY_MEANS[result.fidelity]}"
 
 
 def _metric_cells(metric: Metric) -> list[str]:
@@ -102,13 +102,14 @@ def _metric_cells(metric: Metric) -> list[str]:
     return [number(metric.median), metric.unit, interval, repeats, better]
 
 
-def _series_table(series: Series, most: int) -> dict[str, Any]:
+def _series_table(bench: str, series: Series, most: int) -> dict[str, Any]:
     rows = series.rows or ()
     # The columns that no row fills would only push the others off the page.
     used = [i for i in range(len(series.columns)) if any(r[i] is not None for r in rows)]
     names = [series.columns[i] for i in used]
     return {
-        "name": series.name,
+        "name": heading(series.name),
+        "legend": LEGENDS.get((bench, series.name), ""),
         "columns": [_column_name(c) for c in names],
         "rows": [[_cell(row[i]) for i in used] for row in rows[:most]],
         "left_out": max(0, len(rows) - most),
@@ -117,7 +118,7 @@ def _series_table(series: Series, most: int) -> dict[str, Any]:
 
 def _column_name(column: Column) -> str:
     name = column.name.removeprefix("param.").removeprefix("metric.")
-    return f"{name} ({column.unit})" if column.unit else name
+    return heading(name, column.unit)
 
 
 def _cell(value: Cell) -> str:
@@ -202,16 +203,18 @@ def _markdown_run(result: RunResult) -> list[str]:
     lines += [f"**{result.verdict or 'No verdict was recorded.'}**", ""]
     if result.boundary:
         lines += [f"Boundary: {result.boundary}", ""]
-    lines += [f"Fidelity: `{result.fidelity}`, {FIDELITY_MEANS[result.fidelity]}.", ""]
+    lines += [f"Fidelity: {fidelity(result)}. {_means(result)}.", ""]
     if result.metrics:
         header = ["metric", "median", "unit", "95 % interval", "repeats", "better"]
         rows = [[name, *_metric_cells(m)] for name, m in result.metrics.items()]
         lines += [*_markdown_table(header, rows), ""]
     for series in result.series:
-        table = _series_table(series, MAX_MARKDOWN_ROWS)
+        table = _series_table(result.name, series, MAX_MARKDOWN_ROWS)
         if table["rows"]:
             lines += [f"### {table['name']}", ""]
             lines += [*_markdown_table(table["columns"], table["rows"]), ""]
+        if table["rows"] and table["legend"]:
+            lines += [table["legend"], ""]
         if table["left_out"]:
             lines += [f"{table['left_out']} more rows are in the result file.", ""]
     lines += [f"- {note}" for note in result.notes]
