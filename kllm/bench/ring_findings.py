@@ -206,7 +206,7 @@ def _along_length(rows: Sequence[Row]) -> Iterator[str]:
     """Along the prompt's length, for each layout and link."""
     for group in _groups(rows, *LAYOUT, "link"):
         spots = _spots(group, lambda row: float(row["prompt_tokens"]), tokens, "ISL")
-        yield f"{_about(group[0])}, {group[0]['link']} link: {spots}."
+        yield f"{_about(group[0])}, over {group[0]['link']}: {spots}."
 
 
 def _along_chunk(rows: Sequence[Row]) -> Iterator[str]:
@@ -216,9 +216,9 @@ def _along_chunk(rows: Sequence[Row]) -> Iterator[str]:
     for group in _groups(here, "model", "cp", "link"):
         if len(group) > 1:
             first = group[0]
-            about = f"{first['model']}, cp {first['cp']}, ISL {tokens(longest)}, {first['link']}"
+            about = f"{first['model']}, cp {first['cp']}, ISL {tokens(longest)}"
             spots = _spots(group, lambda row: float(row["chunk"]), tokens, "chunk")
-            yield f"{about} link: {spots}."
+            yield f"{about}, over {first['link']}: {spots}."
 
 
 def _along_bandwidth(rows: Sequence[Row]) -> Iterator[str]:

@@ -36,9 +36,9 @@ UNITS = {
     "ring_floor_s": "s",
     "all_gather_floor_s": "s",
     "auto_loss_pct": "%",
-    "gb_per_s": "GB/s",
-    "gb_per_s_needed": "GB/s",
-    "new_pct": "%",
+    "link_gb_per_s": "GB/s",
+    "needed_gb_per_s": "GB/s",
+    "new_tokens_pct": "%",
     "pass_q_below_pct": "%",
 }
 
@@ -132,14 +132,15 @@ def overlap(sweep: Sweep, isl: int, link: str) -> Iterator[dict[str, Any]]:
                 "link": link,
                 "prompt_tokens": isl,
                 "attention": kind.name,
-                "entries": phase.name,
-                "rows": new / setting.ranks,
-                "rows_needed": rows if math.isfinite(rows) else None,
-                "gb_per_s": setting.link.bytes_per_s / 1e9,
-                "gb_per_s_needed": bandwidth / 1e9 if math.isfinite(bandwidth) else None,
+                "transferred": phase.name,
+                "new_tokens_per_rank": new / setting.ranks,
+                "needed_tokens_per_rank": rows if math.isfinite(rows) else None,
+                "link_gb_per_s": setting.link.bytes_per_s / 1e9,
+                "needed_gb_per_s": bandwidth / 1e9 if math.isfinite(bandwidth) else None,
                 "hidden": new / setting.ranks >= rows,
-                "new_pct": 100 * new / isl,
+                "new_tokens_pct": 100 * new / isl,
                 "pass_q_below_pct": 100 * pass_q_share(phase, setting),
+                "fidelity": "modelled",
             }
 
 
@@ -147,18 +148,18 @@ def pass_kv_or_q(sweep: Sweep, isl: int, link: str) -> str:
     """When what a ring sends is hidden, and when queries would be less to send, in words."""
     rows = list(overlap(sweep, isl, link))
     hidden = [
-        f"{row['entries']} from {number(row['rows_needed'])} new tokens a rank on"
-        if row["rows_needed"] is not None
-        else f"{row['entries']} never"
+        f"{row['transferred']} from {number(row['needed_tokens_per_rank'])} new tokens a rank on"
+        if row["needed_tokens_per_rank"] is not None
+        else f"{row['transferred']} never"
         for row in rows
     ]
-    shares = [f"{row['pass_q_below_pct']:.3g} % ({row['entries']})" for row in rows]
+    shares = [f"{row['pass_q_below_pct']:.3g} % ({row['transferred']})" for row in rows]
     return (
-        f"{sweep.resolved.name}, cp {sweep.config.parallel.cp}, ISL {tokens(isl)}, {link} link: a "
+        f"{sweep.resolved.name}, cp {sweep.config.parallel.cp}, ISL {tokens(isl)}, over {link}: a "
         f"ring is predicted to hide the transfer of {', of '.join(hidden)}; a step has "
-        f"{number(rows[0]['rows'])}. Passing queries in place of KV would send less where the new "
-        f"tokens are less than {' or '.join(shares)} of the prompt so far; those of the last step "
-        f"are {rows[0]['new_pct']:.3g} %."
+        f"{number(rows[0]['new_tokens_per_rank'])}. Passing queries in place of KV would send less "
+        f"where the new tokens are less than {' or '.join(shares)} of the prompt so far; those of "
+        f"the last step are {rows[0]['new_tokens_pct']:.3g} %."
     )
 
 

@@ -11,6 +11,7 @@ import torch
 
 from kllm.config import EngineConfig, ParallelConfig
 from kllm.errors import ConfigError
+from kllm.hardware import detect
 from kllm.models import presets
 from kllm.models.devices import choose_device
 from kllm.models.load import FEWEST_LAYERS, resolve
@@ -22,6 +23,7 @@ MODEL = "model"  # attention as the model has it
 ATTENTIONS = (MODEL, DENSE)
 # A few layers show what attention takes; all that fit would leave no room for long prompts.
 FEW_LAYERS = f"layers:{FEWEST_LAYERS}"
+LINKS = {"nvlink": "NVLink", "pcie": "PCIe"}
 WITH_INDEXER = ("glm_moe_dsa", "deepseek_v32")
 
 
@@ -44,6 +46,13 @@ def choose(config: EngineConfig, fidelity: str, ranks: int) -> EngineConfig:
     if config.scale == "auto" and not gpu:
         found = replace(found, scale="tiny")
     return cut(with_ranks(found, ranks))
+
+
+def link_here(device: str) -> str:
+    """What joins ranks that all run, in the words of rows and sentences."""
+    if not device.startswith("cuda"):
+        return "processes on this CPU"
+    return f"this machine's {LINKS.get(detect().link, 'link')}"
 
 
 def cut(config: EngineConfig) -> EngineConfig:

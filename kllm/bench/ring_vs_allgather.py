@@ -25,7 +25,7 @@ from kllm.bench.ring_arms import Arm, arms_of
 from kllm.bench.ring_balance import measure_ranks
 from kllm.bench.ring_estimate import layout_seconds
 from kllm.bench.ring_predictions import Sweep
-from kllm.bench.ring_setup import MODEL, attention_folder, cut, with_ranks
+from kllm.bench.ring_setup import MODEL, attention_folder, cut, link_here, with_ranks
 from kllm.bench.shared_prompt import KINDS, SharedPrompt
 from kllm.bench.timing import Failed, attempt
 from kllm.config import EngineConfig
@@ -37,8 +37,6 @@ from kllm.models.shape import model_shape
 from kllm.parallel.link import Link, parse_link
 from kllm.parallel.overlap import RING
 from kllm.results.schema import LEFT_OUT
-
-REAL = "real"  # the link of ranks that all run
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,7 +95,7 @@ class RingVsAllGatherBench:
         total = 0.0
         for layout in self._layouts(config):
             sweep = _sweep(layout, resolve(layout))
-            links = self.links if sliced else (REAL,)
+            links = self.links if sliced else (link_here(sweep.resolved.device),)
             total += layout_seconds(sweep, self.isls, links, repeats, self.limit_s)
         return total
 
@@ -154,7 +152,7 @@ class RingVsAllGatherBench:
         sliced = config.fidelity == "rank-slice"
         resolved = resolve(config)
         cp = config.parallel.cp
-        links: dict[str, Link | None] = {REAL: None}
+        links: dict[str, Link | None] = {link_here(resolved.device): None}
         if sliced:
             links = {name: parse_link(name, resolved.device) for name in self.links}
             config = replace(config, link=self.links[0])
