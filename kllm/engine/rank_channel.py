@@ -17,7 +17,7 @@ from pathlib import Path
 STEPS, HEARTBEAT = range(2)
 BUSY_S = 0.01  # at most for which a process waits busily; being woken takes some 50 us
 TAKEN_S = 0.5e-3  # a core that is gone for so long has gone to another process
-MOST_TAKEN = 3  # times between two looks; a virtual machine's cores pause now and then
+MOST_TAKEN = 20  # times between two looks; cores pause now and then, shared ones far more often
 LOOK_S = 1.0  # between two looks at the machine's load
 CHUNK = 1 << 16  # bytes; most messages come in one piece
 
