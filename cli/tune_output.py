@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING
 import typer
 
 from kllm.cli.console import INTERRUPTED, interrupted, out, say
+from kllm.results.headings import heading
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -81,12 +82,11 @@ def _table(result: "RunResult", tuned: "Tuned") -> "Table":
     for name, metric in result.metrics.items():
         if "." in name or metric.median is None:
             continue
-        unit = f" ({metric.unit})" if metric.unit else ""
         value = f"{metric.median:.4g}"
         if name == "attainment" and tuned.misses_slo:
             value += f" (misses {tuned.setup.goal.slo.attainment:g})"
         ends = f"{metric.ci95[0]:.4g} to {metric.ci95[1]:.4g}" if metric.ci95 else ""
-        cells = [f"{name}{unit}", value, ends]
+        cells = [heading(name, metric.unit), value, ends]
         if rivalled:
             default = result.metrics.get(f"default.{name}")
             other = default.median if default is not None else None
