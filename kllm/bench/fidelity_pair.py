@@ -20,7 +20,8 @@ import torch.multiprocessing as mp
 from torch import Tensor
 
 from kllm.errors import WorkerError, one_line
-from kllm.hardware.links import INNER, REPEATS, WARMUP, Call
+from kllm.hardware.chain import REPEATS, WARMUP
+from kllm.hardware.links import INNER, Call
 
 START_S = 90.0  # for both processes to be there, before the library is
 LIMIT_S = 30.0  # for both to load the library and to move every buffer

@@ -33,7 +33,7 @@ from kllm.hardware.links import LinkCeilings, Points, measure_links
 from kllm.hardware.machine import detect, fingerprint
 from kllm.hardware.memory import release_memory
 
-VERSION = 2  # of the cached file; raise it when a measurement changes its meaning
+VERSION = 3  # of the cached file; raise it when a measurement changes its meaning
 # Buffers have to be far larger than the last cache level; a matrix large enough that its edges
 # do not matter, and small enough that two CPU cores finish in a fraction of a second.
 CPU_BUFFER_BYTES, GPU_BUFFER_BYTES = 256 << 20, 4 << 30
@@ -57,7 +57,7 @@ class Ceilings:
     matmul_flops_per_s: dict[str, float]  # dtype name (and "fp8") to rate, random data
     launch_s: float  # shortest time of one operation: a kernel launch, or a call on the CPU
     links: LinkCeilings | None = None  # of two GPUs or more, or of processes if asked for
-    measured_at: str | None = None  # ISO 8601, UTC; None: cached by an older kLLM
+    measured_at: str | None = None  # ISO 8601, UTC; None: unknown
     # Of the machine, for each core, in the minute before; None: not known, or a run was faster.
     load: float | None = None
 
