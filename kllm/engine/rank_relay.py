@@ -1,9 +1,11 @@
-"""A process that acknowledges messages: as far from the engine's as one in which a rank runs."""
+"""A process that acknowledges messages: as far from the engine's as those in which ranks run."""
 
+import contextlib
 import select
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 
 from kllm.engine.rank_channel import Channel, SpinWait
 from kllm.errors import WorkerError
@@ -12,60 +14,72 @@ PROCESSES = 2  # the engine's and this one
 
 
 class Relay:
-    """Starts the process and wakes it."""
+    """Starts the process and wakes it.
 
-    def __init__(self) -> None:
-        ours, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, "-m", __name__, str(theirs.fileno())]
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, pass_fds=[theirs.fileno()]
-            )
-        self._line = _Line(ours)
+    Args:
+        count: lines to it, one for each rank that it stands for.
+    """
 
-    def wake(self, data: bytes) -> None:
-        """Send a message and wait until it has been read.
+    def __init__(self, count: int) -> None:
+        self.count = count
+        pairs = [socket.socketpair() for _ in range(count)]
+        theirs = [theirs for _, theirs in pairs]
+        descriptors = [line.fileno() for line in theirs]
+        command = [sys.executable, "-m", __name__, *map(str, descriptors)]
+        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=descriptors)
+        for line in theirs:
+            line.close()
+        self._lines = _Lines([ours for ours, _ in pairs])
+
+    def wake(self, messages: Sequence[bytes]) -> None:
+        """Send a message on each line and wait until all have been read.
 
         Raises:
             WorkerError: when the process is gone.
         """
         try:
-            self._line.channel.send(data)
-            self._line.receive()
+            for channel, data in zip(self._lines.channels, messages, strict=True):
+                channel.send(data)
+            awaited = len(messages)
+            while awaited:
+                awaited -= len(self._lines.receive())
         except (EOFError, OSError):
             raise WorkerError(
-                f"the process that stands for a rank's ended with {self._process.wait()}; start "
+                f"the process that stands for the ranks' ended with {self._process.wait()}; start "
                 "the engine again"
             ) from None
 
     def close(self) -> None:
         """End the process."""
-        self._line.channel.close()
+        for channel in self._lines.channels:
+            channel.close()
         self._process.wait()
 
 
-class _Line:
-    def __init__(self, connected: socket.socket) -> None:
-        self.channel = Channel(connected)
+class _Lines:
+    def __init__(self, connected: Sequence[socket.socket]) -> None:
+        self.channels = [Channel(line) for line in connected]
         self._wait = SpinWait(PROCESSES)
         self._poll = select.poll()
-        self._poll.register(connected.fileno(), select.POLLIN)
+        self._by_descriptor = {channel.fileno(): channel for channel in self.channels}
+        for descriptor in self._by_descriptor:
+            self._poll.register(descriptor, select.POLLIN)
 
-    def receive(self) -> memoryview:
-        """Wait for a message as ranks and their engine do."""
-        self._wait.wait(self._poll)
-        return self.channel.receive()
+    def receive(self) -> list[Channel]:
+        """Wait for messages as ranks and their engine do; the lines that had some."""
+        found = [self._by_descriptor[descriptor] for descriptor, _ in self._wait.wait(self._poll)]
+        for channel in found:
+            channel.receive()
+        return found
 
 
 def main() -> None:
     """Acknowledge messages until the other side is gone."""
-    line = _Line(socket.socket(fileno=int(sys.argv[1])))
-    try:
+    lines = _Lines([socket.socket(fileno=int(descriptor)) for descriptor in sys.argv[1:]])
+    with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):
         while True:
-            line.receive()
-            line.channel.send(b"")
-    except (EOFError, OSError, KeyboardInterrupt):
-        return
+            for channel in lines.receive():
+                channel.send(b"")
 
 
 if __name__ == "__main__":

@@ -27,20 +27,20 @@ class Loopback:
 
     One rank is here. In each step it runs for the group that has most to do, as the others wait
     for that one in every exchange of tokens; the tokens that they sample are 0. A relay process is
-    woken once a step, so that a step takes the host as long as one of all ranks, less the sending
-    to those beyond the first of each group.
+    told of the step as all ranks would be, so that a step takes the host as long as one of theirs.
 
     Args:
         here: the rank.
         group: its own.
         groups: all of the layout.
-        relay: what is woken.
+        relay: has a line for each rank of the layout.
     """
 
     def __init__(self, here: Runner, group: int, groups: int, relay: Relay) -> None:
         self.present = group  # the group that the rank runs for
         self._members = [StepAnswers(_Member(self, here, group, i, groups)) for i in range(groups)]
         self._relay = relay
+        self._ranks = relay.count // groups  # of a group
 
     def call(self, messages: Sequence[Step]) -> list[Sampled]:
         """The answers to each group's message.
@@ -49,7 +49,7 @@ class Loopback:
             WorkerError: when the relay is gone.
         """
         sent = [_packed(message) for message in messages]
-        self._relay.wake(sent[self.present])
+        self._relay.wake([data for data in sent for _ in range(self._ranks)])
         pairs = zip(self._members, map(pickle.loads, sent), strict=True)
         return [pickle.loads(_packed(member.answer(message))) for member, message in pairs]
 
@@ -126,7 +126,7 @@ class SlicedExecutor:
             model=model,
         )
         self.sharing = sharing_of(config, self._rank.budget)
-        self._relay = Relay()
+        self._relay = Relay(config.parallel.world)
         self._allocate(fill=False)
 
     def execute(self, plans: Sequence[Plan | None]) -> list[Outcome | None]:
