@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 
 LENGTH = 8  # operations of a chain
+STREAMED_BYTES = 256 << 20  # more than caches hold
 REPEATS, WARMUP = 7, 3
 HEAD_START_CYCLES = 1 << 20  # the device spins for half a millisecond while the host queues work
 
@@ -16,20 +17,27 @@ def gpu_event() -> torch.cuda.Event:
 
 
 def seconds_in_chain(call: Callable[[], object], device: torch.device) -> float:
-    """Seconds by which `call` makes each step of a captured chain of small kernels longer.
+    """Seconds by which `call` makes a captured chain of kernels that stream memory longer.
 
-    Ordering the streams that it uses is in it, and what the host does to queue it is not.
+    They stand for those that read weights: what `call` uses is in no cache when it begins.
+    Ordering its streams is in the time, and what the host does to queue it is not.
 
     Args:
         call: can be captured in a CUDA graph. If it waits for other ranks, they do the same.
     """
-    count = torch.zeros(1, device=device)
+    seconds = _in_chain(call, device)
+    torch.cuda.empty_cache()  # who sizes a KV pool next asks the device for its free memory
+    return seconds
+
+
+def _in_chain(call: Callable[[], object], device: torch.device) -> float:
+    streamed = torch.zeros(STREAMED_BYTES, dtype=torch.uint8, device=device)
 
     def chain(work: Callable[[], object]) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             for _ in range(LENGTH):
-                count.add_(1)
+                streamed.add_(1)
                 work()
         return graph
 
@@ -49,4 +57,5 @@ def _seconds_of(graph: torch.cuda.CUDAGraph, call: Callable[[], object]) -> floa
     graph.replay()
     end.record()
     end.synchronize()
-    return float(begin.elapsed_time(end)) / 1e3
+    milliseconds: float = begin.elapsed_time(end)
+    return milliseconds / 1e3
