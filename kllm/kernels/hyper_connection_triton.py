@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 K_BLOCK = 64
+PROGRAMS = 1024
 WIDTH_BLOCK = 1024  # channels a program collapses or expands
 
 
@@ -122,9 +123,10 @@ def _weights_and_input(
         return y, expand, mix
     token_block = 16 if tokens <= 16 else 32
     token_tiles = triton.cdiv(tokens, token_block)
-    # Enough splits for about 128 programs, and at least 4 blocks of channels in each.
+    # Enough splits for several programs on each SM, which hide each other's loads, and at least
+    # 4 blocks of channels in each.
     chunks = triton.cdiv(n * width, K_BLOCK)
-    splits = max(1, min(128 // token_tiles, chunks // 4, 64))
+    splits = max(1, min(PROGRAMS // token_tiles, chunks // 4, 64))
     share = triton.cdiv(chunks, splits) * K_BLOCK
     z = torch.empty(splits, tokens, rows, dtype=torch.float32, device=streams.device)
     squares = torch.empty(splits, tokens, dtype=torch.float32, device=streams.device)
