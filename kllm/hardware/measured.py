@@ -66,15 +66,6 @@ class Ceilings:
         """Whether they may be too low."""
         return not _calm(self.load, self.device)
 
-    @property
-    def beaten(self) -> str:
-        """What to say of a run that was faster than these figures allow, one sentence."""
-        when = f"of {self.measured_at}" if self.measured_at else "in the cache"
-        return (
-            f"This run was faster than the measured ceilings {when} allow, so they are too low "
-            "(a busy moment, perhaps); `kllm doctor --fresh` measures them again."
-        )
-
     def matmul(self, dtype: str) -> float:
         """FLOP/s of a dtype; one that was not measured runs at the float32 rate."""
         return self.matmul_flops_per_s.get(dtype, self.matmul_flops_per_s["float32"])
@@ -124,7 +115,12 @@ def doubt(found: Ceilings) -> str:
     if cached_ceilings(found.device) == found:  # else they have been measured again meanwhile
         with suppress(DataError):  # a cache that cannot be written must not cost the run its result
             _write(_path(found.device), asdict(replace(found, load=None)))
-    return f"{found.beaten} The next run in a calm moment does so by itself."
+    when = f"of {found.measured_at}" if found.measured_at else "in the cache"
+    return (
+        f"This run was faster than the measured ceilings {when} allow, so they are too low (a busy "
+        "moment, perhaps); the next run in a calm moment measures them again, as `kllm doctor "
+        "--fresh` does."
+    )
 
 
 def best_of(one: Ceilings, other: Ceilings) -> Ceilings:
