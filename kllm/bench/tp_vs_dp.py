@@ -212,8 +212,8 @@ class TpVsDpBench:
             row |= {f"{side}_{name}": medians[side].get(name) for side in SIDES}
         full = (s for s in found.budgets if point.in_flight >= self._full_from(found, s, point.isl))
         row["kv_full"] = "+".join(full)
-        row["state"] = "ok" if found.both(point.key) else "failed"
-        if row["state"] == "failed":
+        row["state"] = found.state(point.key)
+        if row["state"] != "ok":
             row["reason"] = found.failed.get(point.key) or _unfinished(found, point)
         return row
 

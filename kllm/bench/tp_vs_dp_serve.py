@@ -21,6 +21,7 @@ from kllm.engine.memory import KVBudget
 from kllm.errors import CapacityError
 from kllm.hardware import release_memory
 from kllm.models.base import CausalLM
+from kllm.results.schema import LEFT_OUT
 from kllm.scheduler.placement import fewest_requests, least_loaded
 from kllm.scheduler.scheduler import Scheduler
 
@@ -86,6 +87,12 @@ class Found:
         if not values:
             return None
         return {name: statistics.median(v[name] for v in values) for name in UNITS}
+
+    def state(self, key: str) -> str:
+        """Of a point's row."""
+        if self.both(key):
+            return "ok"
+        return LEFT_OUT if key in self.late or key not in self.failed else "failed"
 
     def both(self, key: str) -> bool:
         """Whether a point ran on both layouts."""

@@ -221,7 +221,7 @@ def test_loads_beyond_the_limit_are_left_out(tmp_path: Path) -> None:
     bench = TpVsDpBench(**SIZES | {"isls": (16,), "limit_s": 1e-3})
     result, _ = run_bench(bench, Context(config=TINY, repeats=1), tmp_path)
     light, heavy = rows_of(result, "sweep:ISL 16")
-    assert (light["state"], heavy["state"]) == ("ok", "failed")
+    assert (light["state"], heavy["state"]) == ("ok", "left out")
     assert "limit" in str(heavy["reason"])
     assert len(rows_of(result, "skew")) == 7
 
