@@ -40,6 +40,9 @@ ACRONYMS = {"kv": "KV", "ttft": "TTFT", "tpot": "TPOT", "isl": "ISL", "osl": "OS
 _HIDDEN = "computing on one block takes at least as long as transferring the next"
 # By bench and series: what the field's terms do not say by themselves.
 LEGENDS = {
+    ("fidelity", "rank-slice of real"): (
+        "Values are medians; error: median over the rounds, in each of which both ran."
+    ),
     ("ring-vs-allgather", "memory"): (
         "KV: of the prompt on one rank, as a ring or with all-gather. peak: KV, and the largest "
         "buffers of a step."
