@@ -68,8 +68,8 @@ def test_the_exposed_part_is_measured_on_the_device(cuda: torch.device) -> None:
     comm.watched = True
     exposed = []
     for hidden_s in (0.0, 1e-3, 4e-3):
-        handle = comm.all_reduce(x)
         compute = EmulatedComm(Link(latency_s=hidden_s, bytes_per_s=1e12), size=2, device=cuda)
+        handle = comm.all_reduce(x)
         if hidden_s:
             compute.all_reduce(x).wait()  # keeps the current stream busy for as long
         handle.wait()
