@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from kllm.results.headings import FIDELITY_MEANS
 from kllm.results.schema import Fidelity, Metric, RunResult
 
 Status = Literal["reproduced", "not reproduced", "not measured"]
@@ -102,28 +103,37 @@ def status_of(claim: Claim, measured: float) -> Status:
 
 
 def side_by_side(results: Sequence[RunResult]) -> list[ClaimRow]:
-    """Every claim of the benches among `results`, measured or not.
+    """Every claim of the benches among `results`, with a row for each fidelity that measured it.
 
-    A result answers to a claim when its `claims` lists the id. The first result that measured it
-    is used, real before rank-slice before modelled.
+    A result answers to a claim when its `claims` lists the id. Of several with one fidelity the
+    strongest is shown.
     """
-    order: list[Fidelity] = ["real", "rank-slice", "modelled"]
-    best_first = sorted(results, key=lambda r: order.index(r.fidelity))
     wanted = {r.name for r in results} | {c for r in results for c in r.claims}
-    rows = []
+    rows: list[ClaimRow] = []
     for claim in CLAIMS:
         if claim.bench not in wanted and claim.id not in wanted:
             continue
-        found = [r for r in best_first if claim.id in r.claims and claim.metric in r.metrics]
-        rows.append(_row(claim, found[0] if found else None))
+        found = [row for r in results if claim.id in r.claims and (row := _row(claim, r))]
+        found.sort(key=_strength)
+        strongest: dict[str | None, ClaimRow] = {row.fidelity: row for row in found}
+        rows += [strongest[fidelity] for fidelity in FIDELITY_MEANS if fidelity in strongest]
+        if not found:
+            rows.append(ClaimRow(claim=claim, status="not measured"))
     return rows
 
 
-def _row(claim: Claim, result: RunResult | None) -> ClaimRow:
-    metric = result.metrics[claim.metric] if result else None
-    if result is None or metric is None or metric.median is None:
-        return ClaimRow(claim=claim, status="not measured")
-    workload = ", ".join(f"{key} {value}" for key, value in result.workload.items())
+def _strength(row: ClaimRow) -> float:
+    assert row.measured is not None
+    assert row.measured.median is not None
+    return row.measured.median * (1 if row.claim.higher_is_stronger else -1)
+
+
+def _row(claim: Claim, result: RunResult) -> ClaimRow | None:
+    """What a result measured of a claim; None: nothing."""
+    metric = result.metrics.get(claim.metric)
+    if metric is None or metric.median is None:
+        return None
+    workload = ", ".join(f"{key} {_listed(value)}" for key, value in result.workload.items())
     gpus = ", ".join(g.name for g in result.fingerprint.gpus) or result.fingerprint.cpu or ""
     if result.fidelity == "modelled":
         gpus = ""  # it was computed for the devices that the workload names
@@ -135,3 +145,7 @@ def _row(claim: Claim, result: RunResult | None) -> ClaimRow:
         fidelity=result.fidelity,
         conditions=conditions,
     )
+
+
+def _listed(value: object) -> str:
+    return ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
