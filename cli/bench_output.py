@@ -21,7 +21,9 @@ NOT_SHOWN = (
     *("gather_transfer_s", "replicated_transfer_s"),
     *("gather_exposed_share", "replicated_exposed_share"),
 )
-RAN = ("model", "attention", "cp", "chunk", "link", "state")  # columns that say what ran
+# Columns that say what ran, and those of them that are swept: no figure stands in them.
+RAN = ("model", "attention", "cp", "chunk", "link", "state")
+SWEPT = ("model", "attention", "cp", "chunk", "link", "prompt_tokens")
 FINE = "state ok"  # goes without saying
 GAPS = (2, 1)  # between two columns: usual, and where a table is wide
 NARROWEST = 6  # of a column whose words are cut
@@ -41,7 +43,8 @@ def print_result(result: "RunResult") -> None:
                 footnotes.append(legend)
             say(out, "")
             say(out, title, style="bold")
-            out.print(table)
+            if table:
+                out.print(table)
             for footnote in footnotes:
                 say(out, footnote)
     for title, text in (
@@ -61,24 +64,39 @@ def sentences(text: str) -> list[str]:
     return re.split(r"(?<=\.) ", text)
 
 
-def series_table(series: "Series", width: int) -> "tuple[str, Table, list[str]]":
+def series_table(series: "Series", width: int) -> "tuple[str, Table | None, list[str]]":
     """A heading with what all rows share, a table of the rest, and its footnotes.
 
     Args:
         width: of the terminal, in characters.
+
+    Returns:
+        All three; no table where the heading has every figure.
     """
     titles = {column.name: heading(column.name, column.unit) for column in series.columns}
     rows = series.to_dicts()
     footnotes = take_reasons(rows)
     shown = [n for n in titles if n != "reason" and not n.endswith(NOT_SHOWN)]
+    shown = [n for n in shown if any(row[n] is not None for row in rows)]
+    constant = _alike(shown, rows)
     # All is alike in a single row: there the heading says what ran.
-    alike = {n: cell for n, cell in _alike(shown, rows).items() if len(rows) > 1 or n in RAN}
-    if len(shown) - len(alike) < 2:  # one column left would be a table without a figure
+    alike = constant if len(rows) > 1 else {n: constant[n] for n in shown if n in RAN}
+    columns = [n for n in shown if n not in alike]
+    if set(columns) <= set(SWEPT):
+        varied = [titles[n] for n in columns if n not in constant]
+        at = f" at every {' and '.join(varied)}" if varied else ""
+        return _title(series, titles, constant) + at, None, footnotes
+    if len(columns) == 1:  # beside the only thing that differs stand the figures
         alike = {n: cell for n, cell in alike.items() if n in RAN}
-    columns = [n for n in shown if n not in alike] or shown
-    said = [f"{titles[name]} {cell}" for name, cell in alike.items() if cell]
-    title = ", ".join([heading(series.name), *(words for words in said if words != FINE)])
-    return title, _table({name: titles[name] for name in columns}, rows, width), footnotes
+        columns = [n for n in shown if n not in alike]
+    table = _table({name: titles[name] for name in columns}, rows, width)
+    return _title(series, titles, alike), table, footnotes
+
+
+def _title(series: "Series", titles: Mapping[str, str], alike: Mapping[str, str]) -> str:
+    head = heading(series.name)
+    said = [f"{titles[n]} {cell}".removeprefix(f"{head} ") for n, cell in alike.items() if cell]
+    return ", ".join([head, *(words for words in said if words != FINE)])
 
 
 def take_reasons(rows: Sequence[Row]) -> list[str]:

@@ -217,18 +217,21 @@ def test_a_terminal_of_80_columns_shows_both_values_and_what_is_within(tmp_path:
     result = told(tmp_path, {"tp=2": factors, "cp=2,cp_kind=all_gather": factors}).result()
     short, detailed = result.series
     heading, table, _ = series_table(short, 80)
+    assert table is not None
     assert "limits 10 % in time and 3 % in memory" in heading
     assert [column.name for column in short.columns if column.name != "reason"] == [
         *("layout", "within", "time_percent", "largest_in", "memory_percent", "state")
     ]
     assert len(table.columns) == 6
     _, table, _ = series_table(detailed, 80)
+    assert table is not None
     assert [column.name for column in detailed.columns] == [
         *("layout", "quantity", "rank-slice", "real", "error_percent", "within")
     ]
     assert len(table.columns) == 6
     assert set(table.columns[1].cells) == {f"{QUANTITIES[what]} ({UNITS[what]})" for what in UNITS}
     for shown in (series_table(series, 80)[1] for series in result.series):
+        assert shown is not None
         assert all("…" not in line and len(line) <= 80 for line in rendered(shown))
 
 

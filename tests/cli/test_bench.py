@@ -2,6 +2,7 @@
 
 import json
 import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -81,23 +82,51 @@ def test_a_bench_that_could_measure_nothing_failed_and_is_stored(
     assert len(list(tmp_path.glob("*.json"))) == 1
 
 
+def shown(rows: Sequence[Mapping[str, object]]) -> tuple[str, list[object]]:
+    """The heading and the columns of a table of these rows."""
+    heading, table, footnotes = series_table(Series.of("sweep", rows), 80)
+    assert footnotes == []
+    return heading, [column.header for column in table.columns] if table else []
+
+
 def test_columns_that_are_alike_in_all_rows_move_to_the_heading() -> None:
     about = {"model": "m", "chunk": 8192, "state": "ok"}
     rows = [about | {"prompt_tokens": isl, "ring_tokens_per_s": isl / 2} for isl in (4, 8)]
+    assert shown(rows) == ("sweep, model m, chunk 8192", ["ISL", "ring tok/s"])
+    assert shown(rows[:1]) == ("sweep, model m, chunk 8192", ["ISL", "ring tok/s"])
+
+
+def test_figures_that_are_alike_stand_in_the_heading_alone() -> None:
+    rows = [
+        {"cp": 2, "chunk": chunk, "prompt_tokens": isl, "imbalance": 1.0, "measured": None}
+        for chunk in (4, 8)
+        for isl in (16, 32)
+    ]
+    assert shown(rows) == ("sweep, cp 2, imbalance 1 at every chunk and ISL", [])
+    assert shown(rows[:2]) == ("sweep, cp 2, chunk 4, imbalance 1 at every ISL", [])
+    assert shown(rows[:1]) == ("sweep, cp 2, chunk 4", ["ISL", "imbalance"])
+    rows[0]["imbalance"] = 1.5
+    assert shown(rows) == ("sweep, cp 2", ["chunk", "ISL", "imbalance"])
+
+
+def test_a_heading_does_not_say_its_name_twice() -> None:
+    rows = [{"sweep": "of batches", "batch": n, "step_ms": n / 2} for n in (1, 2)]
+    assert shown(rows) == ("sweep, of batches", ["batch", "step ms"])
+
+
+def test_figures_that_are_alike_stay_beside_the_only_column_that_differs() -> None:
+    rows = [{"cp": 2, "requests": n, "pages": 8} for n in (1, 2)]
+    assert shown(rows) == ("sweep, cp 2", ["requests", "pages"])
+
+
+def test_points_that_all_failed_are_a_heading_and_its_footnote() -> None:
+    rows = [
+        {"prompt_tokens": isl, "state": "failed", "reason": "too little memory"} for isl in (4, 8)
+    ]
     heading, table, footnotes = series_table(Series.of("sweep", rows), 80)
-    assert heading == "sweep, model m, chunk 8192"
-    assert [column.header for column in table.columns] == ["ISL", "ring tok/s"]
-    assert footnotes == []
-    heading, table, _ = series_table(Series.of("sweep", rows[:1]), 80)
-    assert heading == "sweep, model m, chunk 8192"
-    assert [column.header for column in table.columns] == ["ISL", "ring tok/s"]
-
-
-def test_a_table_keeps_the_figure_beside_what_it_is_swept_over() -> None:
-    rows = [{"cp": 2, "prompt_tokens": isl, "imbalance": 1.0} for isl in (4, 8)]
-    heading, table, _ = series_table(Series.of("balance", rows), 80)
-    assert heading == "balance, cp 2"
-    assert [column.header for column in table.columns] == ["ISL", "imbalance"]
+    assert (heading, table) == ("sweep, state failed (1) at every ISL", None)
+    assert footnotes == ["(1) too little memory"]
+    assert series_table(Series.of("sweep", rows[:1]), 80)[0] == "sweep, ISL 4, state failed (1)"
 
 
 def test_reasons_are_footnotes_that_states_refer_to() -> None:
@@ -107,6 +136,7 @@ def test_reasons_are_footnotes_that_states_refer_to() -> None:
         for n, why in enumerate(reasons)
     ]
     _, table, footnotes = series_table(Series.of("sweep", rows), 80)
+    assert table is not None
     assert [column.header for column in table.columns] == ["batch", "state"]
     assert list(table.columns[1].cells) == ["ok", "failed (1)", "failed (2)", "failed (1)"]
     assert footnotes == ["(1) it is too large", "(2) it took too long"]
