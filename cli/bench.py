@@ -1,5 +1,7 @@
 """`kllm bench`: the table of its commands; results on stdout, progress on stderr."""
 
+from collections.abc import Callable, Mapping
+
 import typer
 
 from kllm.cli.bench_engine import compare_power, latency, overhead, throughput, vs_transformers
@@ -10,6 +12,17 @@ from kllm.cli.console import out
 from kllm.cli.options import AsJson
 
 bench_app = typer.Typer(no_args_is_help=True, help="Measure the engine on this machine.")
+COMMANDS: Mapping[str, Callable[..., None]] = {
+    "latency": latency,
+    "throughput": throughput,
+    "overhead": overhead,
+    "vs-transformers": vs_transformers,
+    "compare-power": compare_power,
+    "fidelity": fidelity,
+    "ring-vs-allgather": ring_vs_allgather,
+    "tp-vs-dp-attention": tp_vs_dp_attention,
+    "expert-balance": expert_balance,
+}
 
 
 def list_benches(as_json: AsJson = False) -> None:
@@ -31,15 +44,5 @@ def list_benches(as_json: AsJson = False) -> None:
 
 
 bench_app.command("list")(list_benches)
-for _name, _command in {
-    "latency": latency,
-    "throughput": throughput,
-    "overhead": overhead,
-    "vs-transformers": vs_transformers,
-    "compare-power": compare_power,
-    "fidelity": fidelity,
-    "ring-vs-allgather": ring_vs_allgather,
-    "tp-vs-dp-attention": tp_vs_dp_attention,
-    "expert-balance": expert_balance,
-}.items():
+for _name, _command in COMMANDS.items():
     bench_app.command(_name)(watched(_name, _command))

@@ -43,10 +43,12 @@ def _in_chain(call: Callable[[], object], device: torch.device) -> float:
 
     call()  # makes what cannot be made while capturing
     torch.cuda.synchronize(device)
-    graphs = chain(call), chain(lambda: None)
-    times = [[_seconds_of(graph, call) for graph in graphs] for _ in range(WARMUP + REPEATS)]
-    full, bare = (statistics.median(column) for column in zip(*times[WARMUP:], strict=True))
-    return max(0.0, full - bare) / LENGTH
+    with_calls, without = chain(call), chain(lambda: None)
+    times = [
+        (_seconds_of(with_calls, call), _seconds_of(without, call)) for _ in range(WARMUP + REPEATS)
+    ][WARMUP:]
+    added = statistics.median(t for t, _ in times) - statistics.median(t for _, t in times)
+    return max(0.0, added) / LENGTH
 
 
 def _seconds_of(graph: torch.cuda.CUDAGraph, call: Callable[[], object]) -> float:
