@@ -204,7 +204,7 @@ class RankPool:
 
 def _silent(i: int) -> str:
     return (
-        f"rank {i} has not been heard of for {HEARTBEAT_TIMEOUT_S:.0f} s and the job was ended; "
+        f"rank {i} has not been heard from for {HEARTBEAT_TIMEOUT_S:.0f} s and the job was ended; "
         "see whether its process was stopped or its machine is overloaded"
     )
 

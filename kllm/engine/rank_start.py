@@ -181,8 +181,6 @@ def accept(listener: socket.socket, world: int, key: str, supervisor: Supervisor
         else:
             found[who] = caller
     for rank in range(world):
-        found[rank, STEPS].settimeout(
-            HEARTBEAT_TIMEOUT_S
-        )  # of sending to a rank that does not read
+        found[rank, STEPS].settimeout(HEARTBEAT_TIMEOUT_S)  # for a rank that does not read
         found[rank, HEARTBEAT].setblocking(False)
     return [RankLink(Channel(found[n, STEPS]), found[n, HEARTBEAT]) for n in range(world)]

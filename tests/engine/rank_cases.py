@@ -24,8 +24,6 @@ SPREAD = ParallelConfig(dp=2, ep=2)
 # Set it to 200 to look for hangs that come once in a while.
 REPEATS = int(os.environ.get("KLLM_TEST_REPEATS", "3"))
 BUSY, IDLE = 20, 1  # requests of the ranks of a skewed load
-
-
 # As a collective of a library that keeps Python's lock while it waits (PyDLL does, CDLL does not).
 HOLD_LOCK = "__import__('ctypes').PyDLL(None).sleep({seconds})"
 
@@ -127,7 +125,7 @@ def check_a_stopped_rank_ends_the_job(running: Engine, pool: RankPool, silence_s
     ranks = processes(pool)
     ranks[0].suspend()
     error, seconds = run_until_error(running)
-    assert f"rank 0 has not been heard of for {silence_s:.0f} s" in str(error)
+    assert f"rank 0 has not been heard from for {silence_s:.0f} s" in str(error)
     assert seconds < END_S
     assert left_behind(ranks) == []
     running.close()

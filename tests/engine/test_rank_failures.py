@@ -149,7 +149,7 @@ def test_a_rank_that_does_not_read_ends_the_job(
     for link in pool.ranks:
         link.steps._socket.settimeout(0.5)
     processes(pool)[1].suspend()
-    with pytest.raises(WorkerError, match="rank 1 has not been heard of"):
+    with pytest.raises(WorkerError, match="rank 1 has not been heard from"):
         pool.call([Release(), bytes(1 << 24)])
     assert not pool.alive
 
