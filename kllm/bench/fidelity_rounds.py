@@ -1,6 +1,7 @@
 """Runs of the sides of `kllm bench fidelity`, which take turns where memory holds them together."""
 
 import contextlib
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -133,5 +134,5 @@ def holds_both(config: EngineConfig, layout: ParallelConfig) -> bool:
 
 
 def _runner(side: Side, seed: int) -> Callable[[], Mapping[str, float]]:
-    seeds = iter(range(seed + 1, seed + 1_000_000))  # both sides have the same prompts in a round
+    seeds = itertools.count(seed + 1)  # both sides have the same prompts in a round
     return lambda: side.run(next(seeds))

@@ -3,7 +3,6 @@
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from types import TracebackType
 from typing import Literal
 
 from kllm.bench.base import SPARE_TOKENS
@@ -84,12 +83,7 @@ class Ranks:
     def __enter__(self) -> "Ranks":
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *exc: object) -> None:
         if self._pool is not None:
             self._pool.close()
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 from kllm.bench.base import Context, warming_up
 from kllm.bench.record import Record
-from kllm.bench.serve_loop import Progress, run_workload
+from kllm.bench.serve_loop import Observer, Progress, run_workload
 from kllm.bench.timing import Failed, attempt
 from kllm.bench.tp_vs_dp_loads import warm_load
 from kllm.bench.workloads import Workload
@@ -242,7 +242,7 @@ class Runner:
             )
 
 
-def _serve(engine: Engine, point: Point, watch: "partial[None]") -> Served:
+def _serve(engine: Engine, point: Point, watch: Observer) -> Served:
     engine.placement = PLACEMENTS[point.placement]
     run = run_workload(engine, point.load, observer=watch)
     if run.failure:

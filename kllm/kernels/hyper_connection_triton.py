@@ -11,7 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 K_BLOCK = 64
-PROGRAMS = 1024
+PROGRAMS = 1024  # of a launch: several on each SM hide each other's loads
 WIDTH_BLOCK = 1024  # channels a program collapses or expands
 
 
@@ -123,8 +123,7 @@ def _weights_and_input(
         return y, expand, mix
     token_block = 16 if tokens <= 16 else 32
     token_tiles = triton.cdiv(tokens, token_block)
-    # Enough splits for several programs on each SM, which hide each other's loads, and at least
-    # 4 blocks of channels in each.
+    # At least 4 blocks of channels in each split.
     chunks = triton.cdiv(n * width, K_BLOCK)
     splits = max(1, min(PROGRAMS // token_tiles, chunks // 4, 64))
     share = triton.cdiv(chunks, splits) * K_BLOCK

@@ -243,7 +243,8 @@ class DeviceWire:
     emulated time or that of the copy, whichever is longer, and not their sum.
 
     Args:
-        calibration: as `_calibration` finds it.
+        calibration: seconds that a transfer of no length takes in a captured step, and cycles of
+            a second; None: measured once for the device.
     """
 
     def __init__(
