@@ -107,9 +107,10 @@ def _ceilings(found: "Ceilings") -> Any:
     table.add_row(
         "measured at", found.measured_at or "unknown; `kllm doctor --fresh` measures again"
     )
-    load = "unknown, or beaten by a run" if found.load is None else f"{found.load:.2f}"
-    again = "; measured again in a calm moment" if found.busy else ""
-    table.add_row("load of each core then", load + again)
+    load = "unknown" if found.load is None else f"{found.load:.2f}"
+    beaten = "; a run was faster than these" if found.beaten else ""
+    again = "; measured again in a calm moment" if found.doubtful else ""
+    table.add_row("load of each core then", load + beaten + again)
     table.add_row("copy, bytes read + written", f"{found.copy_bytes_per_s / 1e9:,.1f} GB/s")
     table.add_row("read", f"{found.read_bytes_per_s / 1e9:,.1f} GB/s")
     for dtype, rate in found.matmul_flops_per_s.items():

@@ -84,7 +84,7 @@ def test_cached_ceilings_tell_when_they_were_measured(home: Path) -> None:
     found = hardware.ceilings("cpu")
     assert hardware.cached_ceilings("cpu") == found
     assert found.measured_at is not None
-    said = hardware.doubt(found)
+    said = hardware.mark_beaten(found)
     assert found.measured_at in said
     assert "kllm doctor --fresh" in said
     [path] = home.iterdir()
@@ -93,7 +93,7 @@ def test_cached_ceilings_tell_when_they_were_measured(home: Path) -> None:
     path.write_text(json.dumps(old))
     undated = hardware.cached_ceilings("cpu")
     assert undated is not None
-    assert "in the cache" in hardware.doubt(undated)
+    assert "in the cache" in hardware.mark_beaten(undated)
 
 
 def at_load(monkeypatch: pytest.MonkeyPatch, load: float | None) -> None:
@@ -132,10 +132,10 @@ def test_ceilings_that_a_run_beats_are_measured_again(
     hardware.ceilings("cpu")
     spoil(home, read_bytes_per_s=1.0)
     beaten = hardware.ceilings("cpu")
-    assert "faster than the measured ceilings" in hardware.doubt(beaten)
+    assert "faster than the measured ceilings" in hardware.mark_beaten(beaten)
     assert hardware.ceilings("cpu").read_bytes_per_s > 1e8
     again = hardware.cached_ceilings("cpu")
-    hardware.doubt(beaten)
+    hardware.mark_beaten(beaten)
     assert hardware.cached_ceilings("cpu") == again, "others than those that were beaten"
 
 
@@ -148,7 +148,7 @@ def test_a_run_that_beats_ceilings_in_a_cache_that_cannot_be_written_says_so(
 
     found = hardware.ceilings("cpu")
     monkeypatch.setattr(module, "_write", fails)
-    assert "faster than the measured ceilings" in hardware.doubt(found)
+    assert "faster than the measured ceilings" in hardware.mark_beaten(found)
 
 
 def test_the_load_of_cores_does_not_make_figures_of_a_gpu_doubtful() -> None:
@@ -160,9 +160,10 @@ def test_the_load_of_cores_does_not_make_figures_of_a_gpu_doubtful() -> None:
         launch_s=1.0,
         load=5.0,
     )
-    assert not found.busy
-    assert replace(found, load=None).busy
-    assert replace(found, device="cpu").busy
+    assert not found.doubtful
+    assert replace(found, beaten=True).doubtful
+    assert replace(found, device="cpu").doubtful
+    assert not replace(found, device="cpu", load=0.1).doubtful
 
 
 def test_a_round_in_a_busy_moment_is_made_up_for_by_another(

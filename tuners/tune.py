@@ -207,7 +207,7 @@ class _Session:
                 setup = self._with_workload(sized(setup.workload, pilot, setup.trial_s))
             overhead = calibrated_overhead(setup, ceilings, pilot)
             if beats_ceilings(setup, ceilings, pilot):
-                self.watcher.note(hardware.doubt(ceilings))
+                self.watcher.note(hardware.mark_beaten(ceilings))
             if self.timeout_s is None:
                 self.timeout_s = max(TIMEOUT_FLOOR_S, TIMEOUT_FACTOR * pilot.total_s)
         predict = predictor(setup, ceilings, overhead_s=overhead)

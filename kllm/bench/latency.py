@@ -16,7 +16,7 @@ from kllm.bench.serve_loop import ServingEngine, WorkloadRun, run_workload, warm
 from kllm.bench.timing import Failed, attempt
 from kllm.bench.workloads import Lengths, Workload
 from kllm.errors import CapacityError, ConfigError
-from kllm.hardware import Ceilings, ceilings, doubt
+from kllm.hardware import Ceilings, ceilings, mark_beaten
 from kllm.models.load import resolve
 from kllm.results.compare import number
 from kllm.results.stats import median_ci
@@ -80,7 +80,7 @@ class LatencyBench:
                 self._point(ctx, record, engine, batch, floor.seconds)
         record.notes.append(_floor_note(found, resolved.dtype))
         if any(row["achieved_over_floor"] < 1 for row in record.ok_rows("sweep")):
-            record.notes.append(doubt(found))
+            record.notes.append(mark_beaten(found))
         ctx.progress("done", len(batches), len(batches))
 
     def _point(

@@ -18,7 +18,7 @@ from kllm.bench.serve_loop import ServingEngine, WorkloadRun, request_rows, run_
 from kllm.bench.timing import Failed, attempt
 from kllm.bench.workloads import Workload
 from kllm.errors import CapacityError, ConfigError
-from kllm.hardware import cached_ceilings, doubt
+from kllm.hardware import cached_ceilings, mark_beaten
 from kllm.models.load import resolve
 from kllm.results.compare import number
 from kllm.results.schema import Direction
@@ -72,7 +72,7 @@ class ThroughputBench:
         model = CostModel.of(resolved, found)
         rates = {row["load"]: row["output_tokens_per_s"] for row in record.ok_rows("sweep")}
         if any(rates.get(label(load), 0.0) > most_tokens_per_s(model, load) for load in self.loads):
-            record.notes.append(doubt(found))
+            record.notes.append(mark_beaten(found))
 
     def _point(self, ctx: Context, record: Record, engine: ServingEngine, load: Workload) -> None:
         first = {"concurrency": load.concurrency} if load.closed else {"rate_per_s": load.rate}

@@ -9,7 +9,13 @@ from kllm.hardware.machine import (
     free_gpu_bytes,
     sm_clocks_mhz,
 )
-from kllm.hardware.measured import Ceilings, cached_ceilings, ceilings, doubt, measure_ceilings
+from kllm.hardware.measured import (
+    Ceilings,
+    cached_ceilings,
+    ceilings,
+    mark_beaten,
+    measure_ceilings,
+)
 from kllm.hardware.memory import release_memory
 
 __all__ = [
@@ -20,9 +26,9 @@ __all__ = [
     "cached_ceilings",
     "ceilings",
     "detect",
-    "doubt",
     "fingerprint",
     "free_gpu_bytes",
+    "mark_beaten",
     "measure_ceilings",
     "release_memory",
     "sm_clocks_mhz",

@@ -5,8 +5,8 @@ floor" says how much is left to win on this very machine. They are cached in `en
 file for each machine and set of libraries.
 
 Other processes only ever make a figure too low. So each is the best of several rounds, and those
-of a busy moment, told by the load or by a run that was faster (`doubt`), are measured again in
-the next calm one; the better of both stays.
+of a busy moment, told by the load or by a run that was faster (`mark_beaten`), are measured again
+in the next calm one; the better of both stays.
 """
 
 import hashlib
@@ -58,13 +58,13 @@ class Ceilings:
     launch_s: float  # shortest time of one operation: a kernel launch, or a call on the CPU
     links: LinkCeilings | None = None  # of two GPUs or more, or of processes if asked for
     measured_at: str | None = None  # ISO 8601, UTC; None: unknown
-    # Of the machine, for each core, in the minute before; None: not known, or a run was faster.
-    load: float | None = None
+    load: float | None = None  # of each core in the minute before; None: unknown
+    beaten: bool = False  # a run was faster than they allow
 
     @property
-    def busy(self) -> bool:
+    def doubtful(self) -> bool:
         """Whether they may be too low."""
-        return not _calm(self.load, self.device)
+        return self.beaten or not _calm(self.load, self.device)
 
     def matmul(self, dtype: str) -> float:
         """FLOP/s of a dtype; one that was not measured runs at the float32 rate."""
@@ -87,7 +87,7 @@ def ceilings(device: str = "auto", *, fresh: bool = False, links: bool = False) 
     kind = _kind(device)
     cached = _read(_path(kind))
     links = links or (cached is not None and cached.links is not None)
-    if cached is None or fresh or (cached.busy and _calm(load_at_start(), kind)):
+    if cached is None or fresh or (cached.doubtful and _calm(load_at_start(), kind)):
         found = measure_ceilings(device if kind == "cuda" and device != "auto" else kind)
     else:
         found = cached
@@ -106,7 +106,7 @@ def cached_ceilings(device: str = "auto") -> Ceilings | None:
     return _read(_path(_kind(device)))
 
 
-def doubt(found: Ceilings) -> str:
+def mark_beaten(found: Ceilings) -> str:
     """Have ceilings that a run has beaten measured again, by the next process in a calm moment.
 
     Returns:
@@ -114,7 +114,7 @@ def doubt(found: Ceilings) -> str:
     """
     if cached_ceilings(found.device) == found:  # else they have been measured again meanwhile
         with suppress(DataError):  # a cache that cannot be written must not cost the run its result
-            _write(_path(found.device), asdict(replace(found, load=None)))
+            _write(_path(found.device), asdict(replace(found, beaten=True)))
     when = f"of {found.measured_at}" if found.measured_at else "in the cache"
     return (
         f"This run was faster than the measured ceilings {when} allow, so they are too low (a busy "
@@ -152,7 +152,7 @@ def _best_links(one: LinkCeilings | None, other: LinkCeilings | None) -> LinkCei
 
 def _calm(load: float | None, kind: str) -> bool:
     # The load is that of the cores: it says nothing of who else uses a GPU.
-    return load is not None and (kind == "cuda" or load <= BUSY)
+    return kind == "cuda" or (load is not None and load <= BUSY)
 
 
 @cache
