@@ -23,23 +23,25 @@ out, err = _console(), _console(stderr=True)
 
 
 def say(console: Console, text: str, *, lead: str = "", style: str = "") -> None:
-    """Print text in which words and paths stay whole: wrapped on a terminal, else one line.
+    """Print text in which words and paths stay whole: wrapped on a terminal, else as it is.
 
     Args:
-        lead: stands before the text; the lines below it are indented as far.
+        lead: stands before the text; on a terminal the lines below it are indented as far.
         style: of the lead where there is one, else of the text.
     """
+    text = lead + text
     if console.is_terminal:
-        text = textwrap.fill(
-            text,
-            console.width,
-            initial_indent=lead,
-            subsequent_indent=" " * len(lead),
-            break_long_words=False,
-            break_on_hyphens=False,
+        indent = " " * len(lead)
+        text = "\n".join(
+            textwrap.fill(
+                line,
+                console.width,
+                subsequent_indent=indent,
+                break_long_words=False,
+                break_on_hyphens=False,
+            )
+            for line in text.replace("\n", f"\n{indent}").splitlines()  # those of a traceback
         )
-    else:
-        text = lead + text
     shown = Text(text)
     shown.stylize(style, 0, len(lead) or None)
     console.print(shown, soft_wrap=True)

@@ -12,10 +12,10 @@ PATH = "kllm-results/ring-vs-allgather-20261130T045848Z-722fab.json"
 TEXT = f"deepseek-v4-flash has [1.1] times the throughput of all-gather, see {PATH} for more."
 
 
-def printed(*, terminal: bool, width: int = 40, lead: str = "") -> list[str]:
+def printed(text: str = TEXT, *, terminal: bool, width: int = 40, lead: str = "") -> list[str]:
     file = StringIO()
     console = Console(file=file, force_terminal=terminal, width=width, color_system=None)
-    say(console, TEXT, lead=lead, style="red")
+    say(console, text, lead=lead, style="red")
     return file.getvalue().splitlines()
 
 
@@ -26,6 +26,14 @@ def test_a_terminal_wraps_between_words_and_indents_as_far_as_the_lead() -> None
     assert " ".join(line[2:] for line in lines) == TEXT
     assert f"  {PATH}" in lines  # longer than the terminal, and whole
     assert all(len(line) <= 40 for line in lines if PATH not in line)
+
+
+def test_a_traceback_keeps_its_lines() -> None:
+    text = 'rank 1 failed\nTraceback:\n  File "rank.py", line 1'
+    assert printed(text, terminal=True, lead="error: ") == [
+        *("error: rank 1 failed", "       Traceback:", '         File "rank.py", line 1')
+    ]
+    assert printed(text, terminal=False, lead="error: ") == f"error: {text}".splitlines()
 
 
 def test_a_pipe_has_one_line_without_styling() -> None:
