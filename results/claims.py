@@ -3,7 +3,7 @@
 A claim is reproduced when the median of the measurement reaches the published figure; the
 interval stands beside it, and a wide one does not make a claim easier to reach. What the
 publication measured on is part of the claim: a number from another machine, model or fidelity is
-shown beside it, never as a replacement for it.
+shown beside it, never as a replacement for it. One of a tiny model is not compared.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from typing import Literal
 from kllm.results.headings import FIDELITY_MEANS
 from kllm.results.schema import Fidelity, Metric, RunResult
 
-Status = Literal["reproduced", "not reproduced", "not measured"]
+Status = Literal["reproduced", "not reproduced", "not comparable", "not measured"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -95,8 +95,13 @@ def claim_of(claim_id: str) -> Claim:
     return next(claim for claim in CLAIMS if claim.id == claim_id)
 
 
-def status_of(claim: Claim, measured: float) -> Status:
-    """Whether a measured value reaches the published one."""
+def status_of(claim: Claim, measured: float, scale: str) -> Status:
+    """Whether a measured value reaches the published one.
+
+    A tiny model has neither the sizes nor the bottlenecks that a publication speaks of.
+    """
+    if scale == "tiny":
+        return "not comparable"
     stronger = 1 if claim.higher_is_stronger else -1
     reached = stronger * (measured - claim.published) >= 0
     return "reproduced" if reached else "not reproduced"
@@ -140,7 +145,7 @@ def _row(claim: Claim, result: RunResult) -> ClaimRow | None:
     conditions = "; ".join(x for x in (f"{result.model} ({result.scale})", workload, gpus) if x)
     return ClaimRow(
         claim=claim,
-        status=status_of(claim, metric.median),
+        status=status_of(claim, metric.median, result.scale),
         measured=metric,
         fidelity=result.fidelity,
         conditions=conditions,

@@ -249,6 +249,7 @@ def _claim(record: Record, rows: Sequence[Row]) -> None:
             f"this run has an ISL of {tokens(CLAIM_ISL)}."
         )
         return
+    scale = record.header.scale
     for row in here:
         change = 100 * (row["ratio"] - 1)
         record.row(
@@ -262,14 +263,17 @@ def _claim(record: Record, rows: Sequence[Row]) -> None:
                 "cp": row["cp"],
                 "chunk": row["chunk"],
                 "link": row["link"],
-                "status": status_of(published, change),
+                "status": status_of(published, change, scale),
             },
         )
     best = max(here, key=lambda row: row["ratio"])
     gain = 100 * (best["ratio"] - 1)
     record.add(published.metric, gain, unit="%", direction="higher")
+    changes = [100 * (row["ratio"] - 1) for row in here]
     reached = [
-        row for row in here if status_of(published, 100 * (row["ratio"] - 1)) == "reproduced"
+        row
+        for row, change in zip(here, changes, strict=True)
+        if status_of(published, change, scale) == "reproduced"
     ]
     record.notes.append(
         f"Claim: {published.statement} +{published.published} %; largest measured "

@@ -234,7 +234,9 @@ class TpVsDpBench:
             record.claims.append(published.CAPACITY_CLAIM)
             ratio = record.values["kv_capacity_ratio"][0]
             where = f"{here}, pools of this device"
-            published.record_claim(record, published.CAPACITY_CLAIM, ratio, "rank-slice", where)
+            published.record_claim(
+                record, published.CAPACITY_CLAIM, ratio, "rank-slice", where, header.scale
+            )
         sentences = [published.sentence(ratios)]
         if len(filled) == len(SIDES):
             sentences.append(analysis.filled_sentence(filled))
@@ -248,7 +250,9 @@ class TpVsDpBench:
             change = record.metric("ttft_mean_change_pct").median
             assert change is not None
             where = f"{here}, {row['in_flight']} in flight, ISL {isl}, OSL {self.osl}"
-            published.record_claim(record, published.TTFT_CLAIM, change, header.fidelity, where)
+            published.record_claim(
+                record, published.TTFT_CLAIM, change, header.fidelity, where, header.scale
+            )
             sentences.append(analysis.load_sentence(isl, row, change))
         record.verdict = " ".join(sentences)
         full = {row["prompt_tokens"]: row for row in record.rows.get("kv", [])}

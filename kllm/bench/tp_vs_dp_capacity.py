@@ -180,9 +180,19 @@ def _ratio(rows: list[dict[str, Any]], device: str, fraction: float) -> Ratio:
 
 
 def record_claim(
-    record: Record, claim_id: str, measured: float, fidelity: str, conditions: str
+    record: Record,
+    claim_id: str,
+    measured: float,
+    fidelity: str,
+    conditions: str,
+    scale: str = "full",
 ) -> None:
-    """Add a row to the series "claims"."""
+    """Add a row to the series "claims".
+
+    Args:
+        conditions: what was measured or computed, in words.
+        scale: of the model.
+    """
     about = claim_of(claim_id)
     record.row(
         "claims",
@@ -193,7 +203,7 @@ def record_claim(
             "unit": about.unit,
             "fidelity": fidelity,
             "conditions": conditions,
-            "status": status_of(about, measured),
+            "status": status_of(about, measured, scale),
         },
     )
 

@@ -1,5 +1,7 @@
 """Published figures stand beside what was measured, and nothing is dressed up."""
 
+from dataclasses import replace
+
 import pytest
 
 from kllm.results.claims import CLAIMS, side_by_side
@@ -15,6 +17,7 @@ def ring(change: float, fidelity: str = "real") -> RunResult:
         name="ring-vs-allgather",
         claims=(RING,),
         fidelity=fidelity,
+        scale="full",
         metrics={"throughput_change_pct": metric},
     )
 
@@ -35,6 +38,7 @@ def test_reduction_is_reproduced_by_a_larger_reduction(change: float, status: st
     metric = Metric.of([change] * 3, unit="%", direction="lower")
     result = samples.bench(
         name="tp-vs-dp-attention",
+        scale="full",
         claims=("tp-vs-dp-attention/ttft_mean_change_pct",),
         metrics={"ttft_mean_change_pct": metric},
     )
@@ -57,6 +61,11 @@ def test_each_fidelity_has_a_row_of_its_strongest_measurement() -> None:
     ]
     assert rows[0].measured is not None
     assert rows[0].measured.median == 5.0
+
+
+def test_a_tiny_model_proves_nothing() -> None:
+    (row,) = side_by_side([replace(ring(40.0), scale="tiny")])
+    assert row.status == "not comparable"
 
 
 def test_bench_without_published_figures_has_no_rows() -> None:
