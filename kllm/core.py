@@ -41,9 +41,10 @@ class SamplingParams:
             ("top_k", self.top_k >= 0, ">= 0"),
             ("top_p", 0 < self.top_p <= 1, "in (0, 1]"),
             ("min_p", 0 <= self.min_p <= 1, "in [0, 1]"),
-            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "finite and > 0"),
-            ("presence_penalty", math.isfinite(self.presence_penalty), "finite"),
-            ("frequency_penalty", math.isfinite(self.frequency_penalty), "finite"),
+            # Bounds that no use needs: what penalties make of logits has to stay finite in float32.
+            ("repetition_penalty", 0.01 <= self.repetition_penalty <= 100, "in [0.01, 100]"),
+            ("presence_penalty", abs(self.presence_penalty) <= 100, "in [-100, 100]"),
+            ("frequency_penalty", abs(self.frequency_penalty) <= 100, "in [-100, 100]"),
             ("logprobs", self.logprobs is None or 0 <= self.logprobs <= 100, "in 0..100"),
             ("stop", all(self.stop), "non-empty texts"),
         )

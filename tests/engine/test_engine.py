@@ -244,6 +244,38 @@ def test_impossible_engine_is_refused(
         make(**options)
 
 
+HUGE = 2**70  # does not fit any array
+EXTREMES = [
+    {"max_tokens": HUGE},
+    {"top_k": HUGE},
+    {"top_p": 1e-320},
+    {"min_p": 1.0},
+    {"temperature": 1e-320},
+    {"temperature": 1e300},
+    {"repetition_penalty": 0.01, "presence_penalty": 100.0, "frequency_penalty": -100.0},
+    {"repetition_penalty": 100.0, "presence_penalty": -100.0, "frequency_penalty": 100.0},
+    {"seed": -HUGE},
+    {"logprobs": 100},
+    {"stop_token_ids": (HUGE, -1)},
+]
+
+
+def test_parameters_at_their_limits_cost_the_others_nothing() -> None:
+    """Every value that is accepted runs to the end, in one batch with a plain request."""
+    engine = make(batch=len(EXTREMES) + 1, budget=128, max_model_len=96)
+    other = engine.add(prompts()[2], greedy(16))
+    extremes = [
+        engine.add(prompts()[1], SamplingParams(**{"ignore_eos": True, "max_tokens": 40, **values}))
+        for values in EXTREMES
+    ]
+    run(engine)
+    assert other.output_ids == alone("llama-3-8b")[2]
+    for request in extremes:
+        room = engine.budget.max_model_len - len(request.prompt_ids)
+        assert len(request.output_ids) == min(request.params.max_tokens, room)
+        assert all(0 <= token < engine.vocab_size for token in request.output_ids)
+
+
 def test_step_counts_what_ran(engine: Engine) -> None:
     engine.add(list(range(3, 43)), greedy(3))
     first = engine.step().stats
