@@ -8,6 +8,8 @@ KllmError                 1  the run failed, or a threshold was missed
 └── WorkerError           1  a child process or a rank died, hung or answered nonsense
 """
 
+import signal
+
 
 class KllmError(Exception):
     """Base of all errors whose message is meant for the user: what, why, what to do instead."""
@@ -49,3 +51,13 @@ def one_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     text = lines[0] if lines else type(error).__name__
     return text if isinstance(error, KllmError) else f"{type(error).__name__}: {text}"
+
+
+def ending(code: int) -> str:
+    """How a process ended, by its exit code: of a signal where it is negative."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:  # most real-time signals have no name
+        return f"was killed by signal {-code}"

@@ -23,7 +23,7 @@ import psutil
 
 from kllm.bench.workloads import Workload
 from kllm.config import EngineConfig
-from kllm.errors import WorkerError
+from kllm.errors import WorkerError, ending
 from kllm.tuners import protocol
 from kllm.tuners.outcome import Outcome, Progress, Served, State, Tick, thin
 from kllm.tuners.stopping import Rule
@@ -191,12 +191,9 @@ class _Worker:
     def how_it_ended(self) -> str:
         """One sentence."""
         code = self.process.wait(CLOSE_GRACE_S)
-        if code < 0:
-            name = signal.Signals(-code).name
-            if -code == signal.SIGKILL:
-                return f"the worker was killed by {name}; the system may have run out of memory"
-            return f"the worker was killed by {name}: {self._last_words()}"
-        return f"the worker ended with exit code {code}: {self._last_words()}"
+        if code == -signal.SIGKILL:
+            return f"the worker {ending(code)}; the system may have run out of memory"
+        return f"the worker {ending(code)}: {self._last_words()}"
 
     def _last_words(self) -> str:
         self._log.seek(0)

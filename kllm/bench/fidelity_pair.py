@@ -19,7 +19,7 @@ import torch
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from kllm.errors import WorkerError, one_line
+from kllm.errors import WorkerError, ending, one_line
 from kllm.hardware.chain import REPEATS, WARMUP
 from kllm.hardware.links import INNER, Call
 
@@ -109,9 +109,7 @@ def _receive(receiver: Connection, process: Any, log: Path) -> Any:
         return receiver.recv()
     except EOFError:
         process.join()
-    code = process.exitcode
-    how = f"with code {code}" if code >= 0 else f"by signal {-code}"
-    raise WorkerError(f"its process ended {how}" + _last_line([log]))
+    raise WorkerError(f"its process {ending(process.exitcode)}" + _last_line([log]))
 
 
 def _last_line(logs: Sequence[Path]) -> str:

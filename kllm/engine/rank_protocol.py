@@ -3,7 +3,6 @@
 A rank answers each message with one value; None ends it.
 """
 
-import signal
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
@@ -16,16 +15,6 @@ from kllm.parallel.stripes import Stripes
 
 AUTHKEY = "KLLM_RANK_KEY"  # environment variable: what ranks prove themselves with
 DEATH = "[kllm] "  # begins the line that says how a rank died
-
-
-def ending(code: int) -> str:
-    """How a process ended, by its exit code: of a signal where it is negative."""
-    if code >= 0:
-        return f"ended with exit code {code}"
-    try:
-        return f"was killed by {signal.Signals(-code).name}"
-    except ValueError:  # most real-time signals have no name
-        return f"was killed by signal {-code}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,8 @@ from kllm.engine.rank_channel import (
     new_key,
     usable_cores,
 )
-from kllm.engine.rank_protocol import AUTHKEY, DEATH, ending
-from kllm.errors import CapacityError, WorkerError
+from kllm.engine.rank_protocol import AUTHKEY, DEATH
+from kllm.errors import CapacityError, WorkerError, ending
 
 # torchrun's names for the place of a process among those of its machine.
 PLACE_VARIABLES = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")

@@ -21,7 +21,8 @@ import psutil
 
 from kllm.engine.rank_channel import HEARTBEAT, Address, call, parse_address
 from kllm.engine.rank_process import serve
-from kllm.engine.rank_protocol import AUTHKEY, DEATH, ending
+from kllm.engine.rank_protocol import AUTHKEY, DEATH
+from kllm.errors import ending
 
 HEARTBEAT_S = 1.0  # between two heartbeats
 PR_SET_PDEATHSIG = 1  # of Linux's <sys/prctl.h>

@@ -14,7 +14,7 @@ from kllm.engine.rank import DeviceMemory, Rank
 from kllm.engine.rank_answers import StepAnswers
 from kllm.engine.rank_groups import sliced_groups
 from kllm.engine.rank_protocol import Runner, Sampled, Step
-from kllm.engine.rank_relay import Relay
+from kllm.engine.rank_responder import Responder
 from kllm.engine.rank_steps import RankSteps
 from kllm.engine.step import MicroStep, RankOutcome
 from kllm.models.base import CausalLM, Groups
@@ -26,30 +26,30 @@ class Loopback:
     """A rank of each request-DP group, told its steps as if it were in another process.
 
     One rank is here. In each step it runs for the group that has most to do, as the others wait
-    for that one in every exchange of tokens; the tokens that they sample are 0. A relay process is
+    for that one in every exchange of tokens; the tokens that they sample are 0. Another process is
     told of the step as all ranks would be, so that a step takes the host as long as one of theirs.
 
     Args:
         here: the rank.
         group: its own.
         groups: all of the layout.
-        relay: has a line for each rank of the layout.
+        responder: has a line for each rank of the layout.
     """
 
-    def __init__(self, here: Runner, group: int, groups: int, relay: Relay) -> None:
+    def __init__(self, here: Runner, group: int, groups: int, responder: Responder) -> None:
         self.present = group  # the group that the rank runs for
         self._members = [StepAnswers(_Member(self, here, group, i, groups)) for i in range(groups)]
-        self._relay = relay
-        self._ranks = relay.count // groups  # of a group
+        self._responder = responder
+        self._ranks = responder.count // groups  # of a group
 
     def call(self, messages: Sequence[Step]) -> list[Sampled]:
         """The answers to each group's message.
 
         Raises:
-            WorkerError: when the relay is gone.
+            WorkerError: when the responder is gone.
         """
         sent = [_packed(message) for message in messages]
-        self._relay.wake([data for data in sent for _ in range(self._ranks)])
+        self._responder.round_trip([data for data in sent for _ in range(self._ranks)])
         pairs = zip(self._members, map(pickle.loads, sent), strict=True)
         return [pickle.loads(_packed(member.answer(message))) for member, message in pairs]
 
@@ -126,7 +126,7 @@ class SlicedExecutor:
             model=model,
         )
         self.sharing = sharing_of(config, self._rank.budget)
-        self._relay = Relay(config.parallel.world)
+        self._responder = Responder(config.parallel.world)
         self._allocate(fill=False)
 
     def execute(self, plans: Sequence[Plan | None]) -> list[Outcome | None]:
@@ -166,7 +166,7 @@ class SlicedExecutor:
         """Drop the KV pool; what the caller does not hold of the network goes too."""
         if self._rank is not None:
             self._rank.close()
-            self._relay.close()
+            self._responder.close()
             del self._steps, self._loopback
         self._rank = None
 
@@ -179,6 +179,6 @@ class SlicedExecutor:
         sharing = self.sharing
         self._here.allocate(sharing.budget, sharing.stripes, sharing.cp_kind, fill=fill)
         groups, dp = range(self._layout.dp), self._place.dp
-        self._loopback = Loopback(self._here, dp, len(groups), self._relay)
+        self._loopback = Loopback(self._here, dp, len(groups), self._responder)
         numbers = [rank_of(self._layout, replace(self._place, dp=group)) for group in groups]
         self._steps = RankSteps(self._loopback, self._layout, sharing.stripes, numbers)

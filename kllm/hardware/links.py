@@ -21,7 +21,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor
 
-from kllm.errors import CapacityError, WorkerError
+from kllm.errors import CapacityError, WorkerError, ending
 from kllm.hardware.chain import HEAD_START_CYCLES, REPEATS, WARMUP, gpu_event, seconds_in_chain
 
 # Bytes that a rank sends, 4 KiB to 256 MiB; to 4 MiB between processes, whose links are slow.
@@ -141,8 +141,8 @@ def _wait_for(processes: list[Any], what: str) -> None:
             process.join()
             if process.exitcode:
                 raise WorkerError(
-                    f"{what} failed: a process ended with {process.exitcode}; set "
-                    "NCCL_DEBUG=WARN to see why"
+                    f"{what} failed: a process {ending(process.exitcode)}; set NCCL_DEBUG=WARN to "
+                    "see why"
                 )
         if alive and left <= 0:
             raise WorkerError(

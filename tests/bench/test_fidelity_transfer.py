@@ -73,7 +73,7 @@ def test_libraries_that_fail_cost_the_others_nothing(capfd: pytest.CaptureFixtur
         not_measured("Absent", "no module no_such_module is installed (pip install a-package)"),
         not_measured("Unloadable", "ImportError: libabsent.so.1: cannot open shared object file"),
         not_measured("Refused", f"RuntimeError: cannot register ({last}: E1 not this memory)"),
-        not_measured("Dead", f"its process ended by signal 9 ({last}: F2 check failed)"),
+        not_measured("Dead", f"its process was killed by SIGKILL ({last}: F2 check failed)"),
         not_measured("Wrong", "it read other bytes than were offered, in a buffer of 1000"),
     ]
     assert capfd.readouterr() == ("", ""), "results go to standard output, libraries do not"

@@ -8,16 +8,19 @@ import sys
 from collections.abc import Sequence
 
 from kllm.engine.rank_channel import Channel, SpinWait
-from kllm.errors import WorkerError
+from kllm.errors import WorkerError, ending
 
 PROCESSES = 2  # the engine's and this one
 
 
-class Relay:
-    """Starts the process and wakes it.
+class Responder:
+    """Starts the process and talks to it.
 
     Args:
         count: lines to it, one for each rank that it stands for.
+
+    Raises:
+        OSError: when it cannot be started.
     """
 
     def __init__(self, count: int) -> None:
@@ -31,7 +34,7 @@ class Relay:
             line.close()
         self._lines = _Lines([ours for ours, _ in pairs])
 
-    def wake(self, messages: Sequence[bytes]) -> None:
+    def round_trip(self, messages: Sequence[bytes]) -> None:
         """Send a message on each line and wait until all have been read.
 
         Raises:
@@ -45,8 +48,8 @@ class Relay:
                 awaited -= len(self._lines.receive())
         except (EOFError, OSError):
             raise WorkerError(
-                f"the process that stands for the ranks' ended with {self._process.wait()}; start "
-                "the engine again"
+                f"the process that stands for the ranks {ending(self._process.wait())}; start the "
+                "engine again"
             ) from None
 
     def close(self) -> None:
