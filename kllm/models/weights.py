@@ -64,8 +64,8 @@ def fill(
     Nothing is read of the layers of other pipeline stages.
 
     Raises:
-        DataError: when tensors are missing, have other shapes than the config asks for, or
-            cannot be read; the message names them.
+        DataError: when tensors are missing, have other shapes than the config asks for, hold
+            values that are not finite, or cannot be read; the message names them.
     """
     targets = model.state_dict(keep_vars=True)
     absent = groups.pp.size > 1  # whether other stages have what this one lacks
@@ -89,6 +89,7 @@ def fill(
                 place = _place(tensor, target, comm)
                 _check_shape(tensor, source)
                 place.into.copy_(_read(tensor, source, place))
+                _check_finite(tensor.name, place.into)
 
 
 def scale_name(tensor: CheckpointTensor) -> str:
@@ -146,6 +147,16 @@ def _check_shape(tensor: CheckpointTensor, source: TensorSource) -> None:
     if found != want:
         raise DataError(
             f"tensor {tensor.name} has shape {list(found)} and the config asks for {list(want)}"
+        )
+
+
+def _check_finite(name: str, values: Tensor) -> None:
+    """Once running, one such value makes every answer noise, and nothing says why."""
+    if values.is_floating_point() and not torch.stack(torch.aminmax(values)).isfinite().all():
+        dtype = str(values.dtype).removeprefix("torch.")
+        raise DataError(
+            f"tensor {name} holds values that are not finite as {dtype}: the checkpoint is "
+            "damaged, or needs a dtype of a wider range, as bfloat16 is"
         )
 
 

@@ -142,6 +142,41 @@ def test_missing_scales_are_named(tmp_path: Path) -> None:
         load(tmp_path, groups())
 
 
+E8M0_NAN, E4M3_NAN = 0xFF, 0x7F
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("w2.scale", E8M0_NAN),
+        ("w2.weight", E4M3_NAN),
+        ("experts.3.w1.scale", E8M0_NAN),
+        ("gate_proj.weight_scale_inv", float("inf")),
+        ("norm.weight", float("nan")),
+    ],
+)
+def test_values_that_are_no_numbers_are_reported(name: str, damage: float, tmp_path: Path) -> None:
+    """One byte of a scale is enough to make every answer noise."""
+    tensors = released_tensors()
+    damaged = tensors[name]
+    raw = damaged.view(torch.uint8) if isinstance(damage, int) else damaged
+    raw.view(-1)[-1] = damage
+    write_sharded(tmp_path, tensors)
+    of = name.rpartition(".")[0]
+    with pytest.raises(DataError, match=rf"{of}\.weight holds values that are not finite as float"):
+        load(tmp_path, groups())
+
+
+def test_values_beyond_the_dtype_are_reported(tmp_path: Path) -> None:
+    """A bfloat16 weight may be too large for float16."""
+    tensors = released_tensors()
+    tensors["norm.weight"][0] = 1e5
+    write_sharded(tmp_path, tensors)
+    model = Toy(groups()).half()
+    with pytest.raises(DataError, match=r"norm\.weight holds .* not finite as float16"):
+        fill(model, manifest(), SafetensorsFolder(tmp_path), groups())
+
+
 def test_a_wrong_shape_is_reported_with_both_shapes(tmp_path: Path) -> None:
     write_sharded(tmp_path, released_tensors() | {"norm.weight": torch.zeros(5)})
     with pytest.raises(DataError, match=r"norm\.weight has shape \[5\] .* asks for \[320\]"):
