@@ -21,9 +21,9 @@ NOT_SHOWN = (
     *("gather_transfer_s", "replicated_transfer_s"),
     *("gather_exposed_share", "replicated_exposed_share"),
 )
-# Columns that say what ran, and those of them that are swept: no figure stands in them.
+# Columns that say what ran.
 RAN = ("model", "attention", "cp", "chunk", "link", "state")
-SWEPT = ("model", "attention", "cp", "chunk", "link", "prompt_tokens")
+SWEPT = ("model", "attention", "cp", "chunk", "link", "prompt_tokens")  # no figures
 FINE = "state ok"  # goes without saying
 GAPS = (2, 1)  # between two columns: usual, and where a table is wide
 NARROWEST = 6  # of a column whose words are cut

@@ -31,6 +31,8 @@ CEILINGS = hardware.Ceilings(
     read_bytes_per_s=5e10,
     matmul_flops_per_s={"float32": 2e11},
     launch_s=2e-6,
+    load=0.125,
+    beaten=True,
 )
 
 
@@ -229,6 +231,7 @@ def test_doctor_prints_one_document_with_json(monkeypatch: pytest.MonkeyPatch) -
     assert asked == [(True, False)]
     text = CliRunner().invoke(app, [], catch_exceptions=False).stdout
     assert "40.0 GB/s" in text
+    assert "0.12; a run was faster than these; measured again in a calm moment" in text
     assert "gloo" not in text
     text = CliRunner().invoke(app, ["--links"], catch_exceptions=False).stdout
     assert "link, gloo" in text
