@@ -95,7 +95,7 @@ def fidelity(result: "RunResult") -> str:
     if words == "real" and ranks > 1:
         on_cpu = str(result.settings.get("device", "")).startswith("cpu")
         words += f" ({ranks} {'processes on this CPU' if on_cpu else 'GPUs'})"
-    elif words == "rank-slice":
+    elif words == "rank-slice" and ranks > 1:  # else the bench sets layouts of its own
         words += f" (one of {ranks} ranks)"
     said: set[str] = set()
     for series in result.series:

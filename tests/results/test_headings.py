@@ -40,6 +40,10 @@ def test_the_fidelity_says_what_ran(kind: str, device: str, words: str) -> None:
     assert fidelity(samples.bench(**about)) == words
 
 
+def test_a_bench_of_several_layouts_names_no_number_of_ranks() -> None:
+    assert fidelity(samples.bench(fidelity="rank-slice", layout={"tp": 1})) == "rank-slice"
+
+
 def test_tables_of_another_fidelity_are_announced() -> None:
     rows = Series.of("trace", [{"fidelity": "real"}, {"fidelity": "modelled"}])
     pair = Series.of("pair", [{"rank-slice": 1.0, "modelled": 2.0}])
