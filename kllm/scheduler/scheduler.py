@@ -1,14 +1,17 @@
 """One step's choice: which requests run how many tokens, under a token and a KV budget.
 
 Continuous batching with chunked prefill. Every request that decodes runs one token; what is
-left of the token budget goes to prompts in order of priority and arrival, in chunks. A request
-is admitted only with the pages of all its known tokens in hand, so prompts never wait for
-each other half filled. When decoding requests need pages that are not there, the youngest
-ones of the lowest priority are preempted and later recomputed from their known tokens. The
-oldest request can always go on, because no request may be longer than the whole pool.
+left of the token budget goes to prompts in order of priority and arrival, in chunks. A very long
+prompt takes only half of what is left where others of its priority want the rest, so that short
+ones do not wait for all of it. A request is admitted only with the pages of all its known tokens
+in hand, so prompts never wait for each other half filled. When decoding requests need pages that
+are not there, the youngest ones of the lowest priority are preempted and later recomputed from
+their known tokens. The oldest request can always go on, because no request may be longer than the
+whole pool.
 """
 
 from bisect import insort
+from collections import deque
 from collections.abc import Callable, Iterable
 
 import numpy as np
@@ -22,6 +25,7 @@ from kllm.parallel.stripes import Stripes
 from kllm.scheduler.batch import RunningBatch
 from kllm.scheduler.holdings import Holdings
 
+LONG_STEPS = 8  # a prompt that is not done after so many steps does not take them whole
 WIDTH_STEP = 8  # block tables grow in steps of this many pages, so that shapes repeat
 
 
@@ -144,17 +148,7 @@ class Scheduler:
         """The next step, or None when nothing can run."""
         self._make_room_for_decodes()
         self._yield_to_priority()
-        budget = self.config.token_budget - len(self.decoding)
-        chunks: list[tuple[Request, int]] = []
-        for request in self.prefilling:
-            budget = self._add_chunk(request, budget, chunks)
-        while budget > 0 and self.waiting:
-            owner = self._owner(self.waiting[0])
-            if owner is None:
-                break
-            request = self.waiting.pop(0)
-            self._admit(request, owner)
-            budget = self._add_chunk(request, budget, chunks)
+        chunks = self._chunks(self.config.token_budget - len(self.decoding))
         if not chunks and not self.decoding:
             return None
         self._steps += 1
@@ -224,12 +218,43 @@ class Scheduler:
         request.status = Status.RUNNING
         insort(self.prefilling, request, key=_rank)
 
-    def _add_chunk(self, request: Request, budget: int, chunks: list[tuple[Request, int]]) -> int:
-        left = int(self._batch.known[request.row] - self._batch.computed[request.row])
-        size = min(left, budget)
-        if size > 0:
-            chunks.append((request, size))
-        return budget - size
+    def _chunks(self, budget: int) -> list[tuple[Request, int]]:
+        """Prompts of this step and how many of their tokens run; those that wait may enter."""
+        chunks: list[tuple[Request, int]] = []
+        running = deque(self.prefilling)
+        while budget > 0 and (request := self._next_prompt(running)) is not None:
+            if chunks and request.priority > chunks[-1][0].priority:
+                budget = self._fill_up(chunks, budget)
+            left = self._left(request)
+            shares = left > LONG_STEPS * self.config.token_budget
+            size = min(left, -(-budget // 2) if shares else budget)
+            if size:
+                chunks.append((request, size))
+            budget -= size
+        self._fill_up(chunks, budget)
+        return chunks
+
+    def _next_prompt(self, running: deque[Request]) -> Request | None:
+        """The first of `running`, taken from it, or the first that waits if that ranks higher."""
+        if self.waiting and not (running and _rank(running[0]) < _rank(self.waiting[0])):
+            owner = self._owner(self.waiting[0])
+            if owner is not None:
+                request = self.waiting.pop(0)
+                self._admit(request, owner)
+                return request
+        return running.popleft() if running else None
+
+    def _fill_up(self, chunks: list[tuple[Request, int]], budget: int) -> int:
+        """Give prompts that share what nobody took; how much is left even so."""
+        for i, (request, size) in enumerate(chunks):
+            more = min(budget, self._left(request) - size)
+            chunks[i] = request, size + more
+            budget -= more
+        return budget
+
+    def _left(self, request: Request) -> int:
+        """Tokens of a prompt that have not been computed."""
+        return int(self._batch.known[request.row] - self._batch.computed[request.row])
 
     def _make_room_for_decodes(self) -> None:
         """Give a page to each decoding request that needs one, preempting if none is left."""

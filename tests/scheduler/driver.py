@@ -53,10 +53,14 @@ class Driver:
             return []
         self.plans.append(plan)
         self.scheduler.check()
-        assert plan.num_tokens <= self.scheduler.config.token_budget
+        budget = self.scheduler.config.token_budget
+        assert plan.num_tokens <= budget
+        prompts = self.scheduler.prefilling
+        assert not prompts or prompts[0] in plan.requests, "the first prompt always goes on"
         tokens = self._execute(plan)
         finished = self.scheduler.update(plan, np.array(tokens, np.int64))
         self.scheduler.check()
+        assert plan.num_tokens == budget or not self.scheduler.prefilling, "tokens left unused"
         return finished
 
     def run(self, limit: int = 10_000) -> None:

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from kllm.config import SchedulerConfig
 from kllm.core import FinishReason
 from kllm.errors import ConfigError
-from kllm.scheduler.scheduler import Scheduler
+from kllm.scheduler.scheduler import LONG_STEPS, Scheduler
 from tests.scheduler.driver import Driver, expected, finished, next_token
 
 PROMPT = st.lists(st.integers(0, 50), min_size=1, max_size=20)
@@ -89,6 +89,63 @@ def test_prompts_are_prefilled_while_others_decode() -> None:
     assert prefilled == [7, 7, 7, 7, 2]
 
 
+@given(
+    lengths=st.lists(st.integers(1, 3000), min_size=1, max_size=3),
+    priorities=st.lists(st.integers(0, 1), min_size=3, max_size=3),
+    before=st.integers(0, 20),
+)
+@settings(max_examples=60, deadline=None)
+def test_short_prompts_do_not_wait_for_the_whole_of_long_ones(
+    lengths: list[int], priorities: list[int], before: int
+) -> None:
+    """The bound counts prompts of no higher priority ahead, whatever their lengths."""
+    driver = Driver(num_pages=4000, page_size=4, max_batch=8, token_budget=32)
+    for length, priority in zip(lengths, priorities, strict=False):
+        driver.add([1] * length, 1, priority)
+    for _ in range(before):
+        driver.step()
+    short = driver.add([2] * 4, 1, priority=0)
+    steps = 0
+    while not finished(short):
+        driver.step()
+        steps += 1
+    assert steps <= 1 + LONG_STEPS * priorities[: len(lengths)].count(0)
+
+
+def test_a_long_prompt_keeps_half_of_each_step() -> None:
+    """A stream of short prompts that would fill every step."""
+    driver = Driver(num_pages=4000, page_size=4, max_batch=8, token_budget=32)
+    long = driver.add([1] * 1600, 1)
+    steps = 0
+    while not finished(long):
+        for _ in range(4):
+            driver.add([2] * 8, 1)
+        driver.step()
+        steps += 1
+    assert steps <= 2 * 1600 / 32 + 1
+
+
+def test_a_prompt_shares_no_step_with_a_lower_priority() -> None:
+    driver = Driver(num_pages=4000, page_size=4, max_batch=8, token_budget=32)
+    low = driver.add([1] * 4, 1, priority=1)
+    high = driver.add([2] * 640, 1, priority=0)
+    while not finished(high):
+        driver.step()
+    assert len(driver.plans) == 640 / 32
+    assert not finished(low)
+
+
+def test_a_prompt_passes_one_of_lower_priority_that_is_being_computed() -> None:
+    driver = Driver(num_pages=4000, page_size=4, max_batch=8, token_budget=32)
+    low = driver.add([1] * 100, 1, priority=1)
+    driver.step()
+    high = driver.add([2] * 40, 1, priority=0)
+    driver.step()
+    driver.step()
+    assert finished(high)
+    assert low.preemptions == 0, "both have room"
+
+
 def test_decode_only_steps_reuse_tables_across_page_boundaries() -> None:
     driver = Driver(num_pages=64, page_size=2, max_batch=3, token_budget=16)
     requests = [driver.add([i] * 3, 25) for i in range(3)]
@@ -146,6 +203,43 @@ def test_every_step_runs_something_while_the_pool_is_far_too_small() -> None:
     assert max(r.preemptions for r in requests) <= len(requests)
     for i, request in enumerate(requests):
         assert request.output_ids == expected([i] * 8, 24, 64)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 20), st.integers(1, 40)), min_size=2, max_size=20),
+    num_pages=st.integers(16, 40),
+    max_batch=st.integers(2, 8),
+)
+def test_nobody_is_preempted_twice_before_another_request_has_ended(
+    lengths: list[tuple[int, int]], num_pages: int, max_batch: int
+) -> None:
+    """So preemptions come to an end however long outputs grow: recomputing waits for room."""
+    driver = Driver(num_pages, 4, max_batch, token_budget=16)
+    requests = [driver.add([i] * prompt, output) for i, (prompt, output) in enumerate(lengths)]
+    ended_at = dict.fromkeys(map(id, requests), -1)
+    ended = 0
+    while driver.scheduler.num_requests:
+        before = [request.preemptions for request in requests]
+        done = driver.step()
+        for request, count in zip(requests, before, strict=True):
+            if request.preemptions > count:
+                assert request.preemptions == count + 1
+                assert ended_at[id(request)] < ended
+                ended_at[id(request)] = ended
+        ended += len(done)
+
+
+def test_a_preempted_request_keeps_its_turn() -> None:
+    driver = Driver(num_pages=8, page_size=4, max_batch=2, token_budget=32)
+    driver.add([1] * 8, 16)
+    second = driver.add([2] * 8, 16)
+    later = [driver.add([3 + i] * 8, 1) for i in range(4)]
+    while not finished(second):
+        driver.step()
+        waits = second.row < 0 and not finished(second)
+        assert not (waits and any(request.output_ids for request in later))
+    assert second.preemptions == 1
 
 
 def test_equal_priorities_do_not_take_seats_from_each_other() -> None:
