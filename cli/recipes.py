@@ -1,4 +1,4 @@
-"""`kllm recipes`: list, show and check recipes."""
+"""`kllm recipes`: list, show, check and export recipes."""
 
 from typing import Annotated
 
@@ -7,7 +7,7 @@ import typer
 from kllm.cli.console import err, out, say
 from kllm.cli.options import AsJson
 
-recipes_app = typer.Typer(no_args_is_help=True, help="List, show and check recipes.")
+recipes_app = typer.Typer(no_args_is_help=True, help="List, show, check and export recipes.")
 
 RecipeName = Annotated[str, typer.Argument(help="A recipe's name, or a TOML file.")]
 
@@ -84,3 +84,26 @@ def check(
     say(out, f"{name}: good")
     for reason in misfits:
         say(err, f"note: {reason}; its numbers may differ here")
+
+
+@recipes_app.command("export")
+def export(
+    name: RecipeName,
+    to: Annotated[str, typer.Option(help="Engine whose command line is printed: vllm or sglang.")],
+    as_json: AsJson = False,
+) -> None:
+    """Print the nearest command line of vLLM or SGLang, and on stderr what it cannot keep."""
+    import json
+
+    from kllm.recipes import export as exports
+    from kllm.recipes.schema import load
+
+    made = exports.export(load(name), to)
+    if as_json:
+        typer.echo(json.dumps(made.document(), indent=1))
+        return
+    typer.echo(made.command)
+    say(err, f"the flags are those of {made.target}; other releases may differ", lead="note: ")
+    for lead, notes in (("no equivalent", made.missing), ("approximate", made.approximate)):
+        for setting, why in notes.items():
+            say(err, why, lead=f"{lead}: {setting}: ", style="yellow")

@@ -37,6 +37,8 @@ BENCH = (*LATENCY, *TINY)
 TUNE = ("tune", *TINY, "--isl", "8", "--osl", "4", "--concurrency", "2", "--requests", "4")
 RING = ("bench", "ring-vs-allgather", *TINY)
 GENERATE = ("generate", "--device", "cpu")
+MEASURED = Path(__file__).parents[2] / "results" / "measured"
+RECIPE = str(MEASURED / "cpu" / "tune-deepseek-v4-tiny-tight-slo.toml")
 
 Prepare = Callable[[Path], None]
 
@@ -374,6 +376,8 @@ FILE_CASES = [
     case("recipe-field", ("recipes", "check", "r.toml"), USAGE, "r.toml", text("r.toml", "x=1")),
     case("recipe-missing", ("recipes", "check", "r.toml"), USAGE, "r.toml cannot be read"),
     case("recipe-unknown", ("recipes", "show", "none"), USAGE, "no recipe 'none'"),
+    case("export-missing", ("recipes", "export", "r.toml", "--to", "vllm"), USAGE, "be read"),
+    case("export-to", ("recipes", "export", RECIPE, "--to", "tgi"), USAGE, "known: sglang, vllm"),
     case(
         "config-key",
         ("models",),

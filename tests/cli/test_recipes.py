@@ -1,4 +1,4 @@
-"""`kllm recipes check`: a recipe that misses its own SLO does not pass."""
+"""`kllm recipes`: a recipe that misses its own SLO does not pass; export keeps stdout clean."""
 
 import json
 from dataclasses import replace
@@ -36,3 +36,21 @@ def test_recipe_that_misses_its_slo_fails(tmp_path: Path, flags: list[str]) -> N
     assert "good" not in done.stdout
     if flags:
         assert json.loads(done.stdout)["meets_slo"] is False
+
+
+def test_export_prints_the_command_and_says_the_rest_on_stderr(tmp_path: Path) -> None:
+    done = RUNNER.invoke(recipes_app, ["export", write(tmp_path, 1.0), "--to", "vllm"])
+    assert done.exit_code == 0
+    assert done.stdout.startswith("vllm serve deepseek-ai/DeepSeek-V4-Flash \\\n    --dtype ")
+    assert "no equivalent: scale: " in done.stderr
+    assert "approximate: dtype: " in done.stderr
+
+
+def test_export_json_is_one_document(tmp_path: Path) -> None:
+    done = RUNNER.invoke(recipes_app, ["export", write(tmp_path, 1.0), "--to", "sglang", "--json"])
+    document = json.loads(done.stdout)
+    assert done.stderr == ""
+    assert document["target"].startswith("SGLang")
+    assert document["arguments"][:3] == ["python", "-m", "sglang.launch_server"]
+    assert "scale" in document["missing"]
+    assert "prefix caching" in document["approximate"]
