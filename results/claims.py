@@ -108,29 +108,21 @@ def status_of(claim: Claim, measured: float, scale: str) -> Status:
 
 
 def side_by_side(results: Sequence[RunResult]) -> list[ClaimRow]:
-    """Every claim of the benches among `results`, with a row for each fidelity that measured it.
+    """Every claim of the benches among `results`, with a row for each result that measured it.
 
-    A result answers to a claim when its `claims` lists the id. Of several with one fidelity the
-    strongest is shown.
+    A result answers to a claim when its `claims` lists the id. Real ones come before rank-slices
+    and these before modelled ones; none is chosen, as the best of several would favour the claim.
     """
+    order = list(FIDELITY_MEANS)
     wanted = {r.name for r in results} | {c for r in results for c in r.claims}
     rows: list[ClaimRow] = []
     for claim in CLAIMS:
         if claim.bench not in wanted and claim.id not in wanted:
             continue
         found = [row for r in results if claim.id in r.claims and (row := _row(claim, r))]
-        found.sort(key=_strength)
-        strongest: dict[str | None, ClaimRow] = {row.fidelity: row for row in found}
-        rows += [strongest[fidelity] for fidelity in FIDELITY_MEANS if fidelity in strongest]
-        if not found:
-            rows.append(ClaimRow(claim=claim, status="not measured"))
+        found.sort(key=lambda row: order.index(row.fidelity or ""))
+        rows += found or [ClaimRow(claim=claim, status="not measured")]
     return rows
-
-
-def _strength(row: ClaimRow) -> float:
-    assert row.measured is not None
-    assert row.measured.median is not None
-    return row.measured.median * (1 if row.claim.higher_is_stronger else -1)
 
 
 def _row(claim: Claim, result: RunResult) -> ClaimRow | None:

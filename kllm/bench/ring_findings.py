@@ -16,6 +16,7 @@ from kllm.results.compare import number
 CLAIM = "ring-vs-allgather/throughput_change_pct"
 CLAIM_ISL = 512 * 1024
 CLOSE_PCT = 5.0  # how much slower than the better kind the automatic choice may be
+ALIKE = 0.01  # difference of two single rounds that may be noise
 Row = Mapping[str, Any]
 
 
@@ -150,10 +151,10 @@ def _verdict(rows: Sequence[Row]) -> str:
     first = here[0]
     text = (
         f"{_about(first)} ({first['attention']}), ISL {tokens(longest)}: a ring "
-        f"has {here[-1]['ratio']:.3g} times the throughput of all-gather over {here[-1]['link']}"
+        f"has {here[-1]['ratio']:.2f} times the throughput of all-gather over {here[-1]['link']}"
     )
     if len(here) > 1:
-        text += f" and {first['ratio']:.3g} times over {first['link']}"
+        text += f" and {first['ratio']:.2f} times over {first['link']}"
     return text + "."
 
 
@@ -182,9 +183,10 @@ def _spots(
 ) -> str:
     """Where along a variable the faster kind changes, in words.
 
-    Points whose interval holds 1 do not tell which kind is faster and are left out.
+    Points whose interval holds 1 do not tell which kind is faster and are left out, as are those
+    of too few rounds for one that lie within ALIKE of it.
     """
-    told = [row for row in rows if not row.get("ratio_lo") or not _holds_one(row)]
+    told = [row for row in rows if not _alike(row)]
     low, high = (write(f(map(value, rows))) for f in (min, max))
     span = f"at {variable} {low}" if low == high else f"in the swept range, {variable} {low} to "
     span += "" if low == high else high
@@ -198,8 +200,10 @@ def _spots(
     return "; ".join(found) + (unclear if len(told) < len(rows) else "")
 
 
-def _holds_one(row: Row) -> bool:
-    return bool(row["ratio_lo"] <= 1 <= row["ratio_hi"])
+def _alike(row: Row) -> bool:
+    if row.get("ratio_lo"):
+        return bool(row["ratio_lo"] <= 1 <= row["ratio_hi"])
+    return abs(row["ratio"] - 1) <= ALIKE
 
 
 def _along_length(rows: Sequence[Row]) -> Iterator[str]:

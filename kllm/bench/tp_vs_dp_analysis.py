@@ -143,7 +143,7 @@ def skew_sentence(rows: Sequence[Mapping[str, Any]]) -> str:
     costs = [
         f"{row['layout']} {row['lengths']}"
         + (f" placed by {row['placed_by']}" if row["placed_by"] else "")
-        + f" {row['ttft_change_pct']:+.0f} % and {row['output_change_pct']:+.0f} %"
+        + f" {round(row['ttft_change_pct']):+d} % and {round(row['output_change_pct']):+d} %"
         for row in rows
         if row["lengths"] != "even"
     ]

@@ -185,7 +185,7 @@ def record_claim(
     measured: float,
     fidelity: str,
     conditions: str,
-    scale: str = "full",
+    scale: str,
 ) -> None:
     """Add a row to the series "claims".
 
@@ -211,7 +211,7 @@ def record_claim(
 def record_ratios(record: Record, ratios: list[Ratio]) -> None:
     """Hold the computed ratios against the claim."""
     for ratio in ratios:
-        record_claim(record, CAPACITY_CLAIM, ratio.value, "modelled", ratio.conditions)
+        record_claim(record, CAPACITY_CLAIM, ratio.value, "modelled", ratio.conditions, "full")
 
 
 def sentence(ratios: list[Ratio]) -> str:

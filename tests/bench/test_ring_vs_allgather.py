@@ -299,7 +299,7 @@ def test_findings_name_the_boundary_and_where_the_claim_is_reproduced(tmp_path: 
     result = record.result()
     assert result.verdict == (
         "m, cp 8, chunk 8K (MLA), ISL 512K: a ring has 1.25 times the throughput of all-gather "
-        "over nvlink4 and 0.9 times over ib400."
+        "over nvlink4 and 0.90 times over ib400."
     )
     assert result.boundary is not None
     assert "over ib400: a ring is slower in the swept range, ISL 128K to 512K." in (result.boundary)
@@ -323,6 +323,19 @@ def test_the_boundary_along_the_length_of_steps_is_found(tmp_path: Path) -> None
     conclude(record)
     assert record.boundary is not None
     words = "ISL 256K, over ib400: a ring wins from chunk 16K on."
+    assert words in record.boundary
+
+
+def test_a_percent_of_a_single_round_is_no_boundary(tmp_path: Path) -> None:
+    about = Subject(name="ring-vs-allgather", model="m", scale="layers:4", dtype="bfloat16")
+    record = Record(about, tmp_path)
+    for isl, ratio in ((1 << 15, 0.992), (1 << 17, 1.004), (1 << 19, 1.03)):
+        record.row("sweep", point("ib400", isl, ratio))
+    conclude(record)
+    assert record.boundary is not None
+    words = (
+        "a ring is faster in the swept range, ISL 32K to 512K (2 of 3 points show no difference)"
+    )
     assert words in record.boundary
 
 
