@@ -1,5 +1,7 @@
 """The engine on real tiny networks: tokens do not depend on company, and nothing leaks."""
 
+import gc
+import tracemalloc
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -159,6 +161,36 @@ def test_abort_at_any_moment_frees_everything(engine: Engine, steps: int) -> Non
     survivor = engine.add(prompts()[2], greedy(16))
     run(engine)
     assert survivor.output_ids == alone("llama-3-8b")[2]
+
+
+def test_requests_that_have_ended_leave_nothing_behind(engine: Engine) -> None:
+    """A process that serves for weeks is no larger than after its first requests."""
+    kinds = [
+        greedy(2, stop_token_ids=(5,)),
+        SamplingParams(max_tokens=2, seed=3, top_p=0.9, presence_penalty=1.0),
+        greedy(3, logprobs=2),
+    ]
+
+    def grown(rounds: int) -> int:
+        """Bytes of Python objects that so many rounds add."""
+        gc.collect()
+        before, _ = tracemalloc.get_traced_memory()
+        for _ in range(rounds):
+            for params in kinds:
+                engine.add([5, 6, 7, 8], params)
+            engine.abort(engine.add([5] * 70, greedy()).id)
+            engine.step()
+            engine.abort(engine.add([5] * 70, greedy()).id)
+            run(engine)
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0] - before
+
+    tracemalloc.start()
+    try:
+        grown(20)
+        assert grown(60) < 60 * 5 * 100, "an id in a dictionary takes more than 100 bytes"
+    finally:
+        tracemalloc.stop()
 
 
 def test_abort_of_an_ended_request_is_nothing(engine: Engine) -> None:

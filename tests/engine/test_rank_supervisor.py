@@ -1,17 +1,22 @@
 """The engine's process, or the one that watches the ranks, is killed: nothing stays behind."""
 
 import os
+import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import psutil
 import pytest
 
+from kllm.engine import rank_supervisor
+from kllm.engine.rank_channel import HEARTBEAT, call, identify, listen, local_address, new_key
 from kllm.engine.rank_pool import launch
 from kllm.models.weights import INDEX
 from tests.engine.layout_cases import checkpoint
@@ -114,3 +119,38 @@ def test_ranks_end_with_their_supervisor(model: Path) -> None:
         assert str(error) == "the supervisor of the ranks was killed by SIGKILL; the job was ended"
         assert left_behind(ranks) == []
         running.close()
+
+
+def test_heartbeats_that_nobody_reads_for_hours_harm_nobody(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An idle engine does not look at them: once the line is full they are left out."""
+    address, key, full = local_address(), new_key(), threading.Event()
+
+    class Line(socket.socket):
+        def send(self, data: Any, flags: int = 0) -> int:
+            try:
+                return super().send(data, flags)
+            except BlockingIOError:
+                full.set()
+                raise
+
+    def connect(*args: Any) -> socket.socket:
+        return Line(fileno=call(*args).detach())
+
+    monkeypatch.setattr(rank_supervisor, "HEARTBEAT_S", 1e-6)
+    monkeypatch.setattr(rank_supervisor, "call", connect)
+    with listen(address, 1) as listener, subprocess.Popen(["sleep", "60"]) as rank:
+        watched = (address, key, {rank.pid: 0}, os.getppid())
+        threading.Thread(target=rank_supervisor._watch, args=watched, daemon=True).start()
+        line, _ = listener.accept()
+        try:
+            assert identify(line, key) == (0, HEARTBEAT)
+            assert full.wait(START_S)
+            line.settimeout(START_S)
+            for _ in range(3):
+                assert line.recv(1 << 20), "they go on once they are read"
+            assert rank.poll() is None
+        finally:
+            line.close()  # as the engine's process does when it ends
+        assert rank.wait(START_S) == -signal.SIGKILL

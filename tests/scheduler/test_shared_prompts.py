@@ -68,17 +68,27 @@ class Cells:
 @given(
     ranks=st.integers(2, 4),
     sharded=st.booleans(),
-    sizes=st.lists(st.tuples(st.integers(1, 60), st.integers(1, 12)), min_size=1, max_size=8),
+    sizes=st.lists(
+        st.tuples(st.integers(1, 60), st.integers(1, 12), st.integers(0, 1)),
+        min_size=1,
+        max_size=8,
+    ),
     data=st.data(),
 )
 def test_owners_read_what_was_written(
-    ranks: int, sharded: bool, sizes: list[tuple[int, int]], data: st.DataObject
+    ranks: int, sharded: bool, sizes: list[tuple[int, int, int]], data: st.DataObject
 ) -> None:
+    """Whatever is preempted or aborted in the middle of a prompt that ranks share."""
     scheduler = make(ranks, sharded)
     cells = Cells(scheduler, ranks, sharded)
     waiting = [
-        Request(f"r{i}", list(range(i, i + n)), SamplingParams(max_tokens=m, ignore_eos=True))
-        for i, (n, m) in enumerate(sizes)
+        Request(
+            f"r{i}",
+            list(range(i, i + n)),
+            SamplingParams(max_tokens=m, ignore_eos=True),
+            priority=priority,
+        )
+        for i, (n, m, priority) in enumerate(sizes)
     ]
     everyone = list(waiting)
     for _ in range(2000):
@@ -93,7 +103,12 @@ def test_owners_read_what_was_written(
         scheduler.check()
         scheduler.update(plan, np.array(cells.run(plan), np.int64))
         scheduler.check()
+        alive = [r for r in plan.requests if r.status is Status.RUNNING]
+        if alive and data.draw(st.integers(0, 9)) == 0:
+            scheduler.abort(data.draw(st.sampled_from(alive)))
+            scheduler.check()
     assert scheduler.free_pages == ranks * PAGES
+    assert scheduler.rows.free == scheduler.config.max_batch
     for request in everyone:
         assert request.status is Status.FINISHED
         known = list(request.prompt_ids)
