@@ -15,18 +15,18 @@ from kllm.cache.pool import KVPool
 from kllm.cache.spec import CacheSpec, PagedState
 from kllm.core import Plan
 from kllm.quant.entry import EntryFormat
-from tests.tolerances import TOLERANCE
+from tests.tolerances import FP8_KV, TOLERANCE
 
 PAGE, PAGES, KV_HEADS, HEADS, DIM = 4, 120, 2, 6, 16
 CPU = torch.device("cpu")
 
 
-def make_pool(kv_dtype: str, dtype: torch.dtype) -> KVPool:
+def make_pool(kv_dtype: str, dtype: torch.dtype, pages: int = PAGES) -> KVPool:
     entry = EntryFormat(width=DIM, fp8_channels=DIM, group=DIM)
     state = PagedState(name="kv", layers=(0,), entry=entry, heads=2 * KV_HEADS)
     return KVPool(
         CacheSpec(paged=(state,)),
-        num_pages=PAGES,
+        num_pages=pages,
         page_size=PAGE,
         max_batch=4,
         kv_dtype=kv_dtype,
@@ -158,6 +158,27 @@ def check(
     want = torch.cat([written_out(*part) for part in parts])
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(got.double(), want, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("length", [1 << 10, 1 << 17])
+def test_fp8_entries_are_as_exact_in_long_contexts(length: int) -> None:
+    """Values are small, so that a scale of 1 would lose them, and of both signs: they cancel out
+    as much as their errors do."""
+    generator = torch.Generator().manual_seed(0)
+    keys, values = torch.randn(2, length, KV_HEADS, DIM, generator=generator)
+    values *= 1e-3
+    q = torch.randn(1, HEADS, DIM, generator=generator)
+    pages = length // PAGE
+    plan = make_plan([length - 1], [1], [list(range(pages))])
+    found = []
+    for kv_dtype in ("float32", "fp8"):
+        pool, backend = make_pool(kv_dtype, torch.float32, pages), TorchAttention()
+        pool.write("kv", 0, torch.arange(length), torch.cat((keys, values), dim=1))
+        ctx = ForwardContext.from_plan(plan, pool, CPU)
+        backend.prepare(ctx)
+        found.append(backend.attend(ctx, 0, q, keys[-1:], values[-1:]))
+    exact, rounded = found
+    assert 0 < (rounded - exact).norm() / exact.norm() < 2 * FP8_KV
 
 
 def as_stored(pool: KVPool, values: Tensor) -> Tensor:

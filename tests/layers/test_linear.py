@@ -122,3 +122,16 @@ def test_products_with_a_packed_weight_are_those_with_the_weight(
         close(packed.linear(x, bias), F.linear(x, weight, bias))
     strided = randn(5, 2 * shape[1], seed=3)[:, : shape[1]]
     close(packed.linear(strided), F.linear(strided, weight))
+
+
+@pytest.mark.parametrize("mkl", [False, True])
+def test_no_number_of_rows_is_special_to_a_packed_weight(
+    mkl: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if mkl and not torch.backends.mkl.is_available():
+        pytest.skip("this torch has no MKL")
+    monkeypatch.setattr(packed_linear, "prefers_mkl", lambda: mkl)
+    x, weight = randn(1024, IN, seed=0), randn(OUT, IN, seed=1) / IN**0.5
+    packed, want = packed_linear.PackedWeight(weight), F.linear(x, weight)
+    for rows in range(1, 1025):
+        close(packed.linear(x[:rows]), want[:rows])

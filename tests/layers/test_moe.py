@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from kllm import kernels
 from kllm.errors import ConfigError
@@ -82,6 +84,18 @@ def test_grouped_products_agree_with_the_loop_over_experts(
     got, want = moe_grouped.moe(*args, pairs).double(), reference.moe(*args).double()
     distance = 1 - 2 * (got * want).sum() / (got.square().sum() + want.square().sum())
     assert distance < GEMM_DISTANCE[torch.bfloat16]
+
+
+@given(tokens=st.integers(1, 1024))
+@settings(max_examples=40, deadline=None)
+def test_no_number_of_tokens_is_special_to_experts(tokens: int) -> None:
+    """Not to those that are chosen by few, nor at the edge of a group."""
+    inputs = expert_inputs(torch.bfloat16, tokens)
+    want = dense_moe(*inputs, None)
+    for found in (kernels.moe(*inputs, None), moe_grouped.moe(*inputs, None, 0)):
+        got = found.double()
+        distance = 1 - 2 * (got * want).sum(1) / (got.square().sum(1) + want.square().sum(1))
+        assert distance.max() < 1e-2, "a token that is lost is 1 away"
 
 
 def test_grouped_products_of_no_pair_are_zero() -> None:
