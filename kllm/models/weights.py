@@ -24,6 +24,9 @@ from kllm.quant import fp4, fp8
 
 log = logging.getLogger(__name__)
 PLAIN = ("F32", "BF16", "F16", "I64", "I32")
+# How quantised weights, and scales, may be stored. Others have as many bits and another meaning.
+QUANTISED = {"F8_E4M3": ("F8_E4M3",), "F4_E2M1": ("I8", "U8")}
+SCALES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
 INDEX = "model.safetensors.index.json"
 
 
@@ -87,7 +90,7 @@ def fill(
             if target is not None:
                 comm = _owner(model, tensor, "comm") if tensor.split else SingleComm()
                 place = _place(tensor, target, comm)
-                _check_shape(tensor, source)
+                _check_stored(tensor, source)
                 place.into.copy_(_read(tensor, source, place))
                 _check_finite(tensor.name, place.into)
 
@@ -140,13 +143,34 @@ def _place(tensor: CheckpointTensor, target: Tensor, comm: Communicator) -> _Pla
     return _Placement(into, slice(row0, row0 + rows), slice(column0, column0 + columns))
 
 
-def _check_shape(tensor: CheckpointTensor, source: TensorSource) -> None:
-    found, want = source.shape(tensor.name), tensor.shape
-    if tensor.dtype == "F4_E2M1" and source.dtype(tensor.name) not in PLAIN:
+def _check_stored(tensor: CheckpointTensor, source: TensorSource) -> None:
+    """Refuse what would be read as something else."""
+    stored, want = source.dtype(tensor.name), tensor.shape
+    if tensor.dtype == "F4_E2M1" and stored not in PLAIN:
         want = (want[0], want[1] // 2)
+    _check_shape(tensor.name, source, want)
+    if stored in PLAIN:
+        return
+    if tensor.scale is None or stored not in QUANTISED[tensor.dtype]:
+        raise DataError(
+            f"tensor {tensor.name} is stored as {stored}, and the config asks for {tensor.dtype}"
+        )
+    scales = scale_name(tensor)
+    if scales not in source.names():
+        raise DataError(f"tensor {tensor.name} is quantised and its scales {scales} are missing")
+    _check_shape(scales, source, tensor.scale.shape(tensor.shape))
+    if source.dtype(scales) not in SCALES:
+        raise DataError(
+            f"scales {scales} are stored as {source.dtype(scales)}, and the config asks for "
+            f"{tensor.scale.dtype}"
+        )
+
+
+def _check_shape(name: str, source: TensorSource, want: tuple[int, ...]) -> None:
+    found = source.shape(name)
     if found != want:
         raise DataError(
-            f"tensor {tensor.name} has shape {list(found)} and the config asks for {list(want)}"
+            f"tensor {name} has shape {list(found)} and the config asks for {list(want)}"
         )
 
 
@@ -164,15 +188,9 @@ def _read(tensor: CheckpointTensor, source: TensorSource, place: _Placement) -> 
     """The placement's values, dequantised on the target's device."""
     if source.dtype(tensor.name) in PLAIN:
         return source.read(tensor.name, place.part)
-    if tensor.scale is None:
-        raise DataError(
-            f"tensor {tensor.name} is stored as {source.dtype(tensor.name)}, "
-            f"and the config asks for {tensor.dtype}"
-        )
-    scales = scale_name(tensor)
-    if scales not in source.names():
-        raise DataError(f"tensor {tensor.name} is quantised and its scales {scales} are missing")
+    assert tensor.scale is not None
     assert place.columns is not None
+    scales = scale_name(tensor)
     rows, columns = place.rows, place.columns
     if tensor.dtype == "F4_E2M1":
         return _read_fp4(tensor.name, scales, rows, columns, source, place.into.device)

@@ -1,6 +1,7 @@
 """Checkpoints are read completely, rank by rank, and damage is reported by name."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,51 @@ def test_missing_scales_are_named(tmp_path: Path) -> None:
     write_sharded(tmp_path, tensors)
     with pytest.raises(DataError, match=r"its scales w2\.scale are missing"):
         load(tmp_path, groups())
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    return tensor.view(torch.uint8)
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "message"),
+    [
+        (
+            "experts.3.w1.scale",
+            lambda scale: as_bytes(scale).repeat_interleave(2, dim=1),
+            r"w1\.scale has shape \[192, 20\] .* asks for \[192, 10\]",
+        ),
+        ("w2.scale", lambda scale: scale[:1], r"w2\.scale has shape \[1, 2\] .* for \[3, 2\]"),
+        (
+            "w2.scale",
+            lambda scale: scale.float().to(torch.float8_e4m3fn),
+            r"scales w2\.scale are stored as F8_E4M3, .* asks for F8_E8M0",
+        ),
+        ("w2.weight", as_bytes, r"w2\.weight is stored as U8, .* asks for F8_E4M3"),
+        (
+            "norm.weight",
+            lambda weight: weight.to(torch.float8_e4m3fn),
+            r"norm\.weight is stored as F8_E4M3, .* asks for BF16",
+        ),
+    ],
+    ids=["groups of 16", "scales that are missing", "e4m3 scales", "bytes", "an fp8 norm"],
+)
+def test_another_format_than_the_configs_is_reported(
+    name: str, change: Callable[[Tensor], Tensor], message: str, tmp_path: Path
+) -> None:
+    """It has as many bits, and would be read as other numbers."""
+    tensors = released_tensors()
+    tensors[name] = change(tensors[name]).contiguous()
+    write_sharded(tmp_path, tensors)
+    with pytest.raises(DataError, match=message):
+        load(tmp_path, groups())
+
+
+def test_scales_may_be_stored_as_bytes(folder: Path, tmp_path: Path) -> None:
+    want = load(folder, groups())["down.weight"]
+    tensors = released_tensors()
+    write_sharded(tmp_path, tensors | {"w2.scale": as_bytes(tensors["w2.scale"])})
+    assert torch.equal(load(tmp_path, groups())["down.weight"], want)
 
 
 E8M0_NAN, E4M3_NAN = 0xFF, 0x7F
