@@ -10,7 +10,7 @@ import math
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -40,10 +40,15 @@ MAX_FILE_BYTES = 1 << 28  # many times the largest result: beyond it is a device
 def write_atomic(path: Path, content: bytes) -> None:
     """Replace a file so that a crash at any moment leaves the old one or the new one.
 
+    What is no file, such as /dev/stdout or a named pipe, is written to and stays what it is.
+
     Raises:
         DataError: the folder cannot be created or written.
     """
     try:
+        if path.exists() and not path.is_file():
+            path.write_bytes(content)
+            return
         path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         try:
@@ -63,6 +68,26 @@ def write_atomic(path: Path, content: bytes) -> None:
             os.close(folder)
     except OSError as error:
         raise DataError(f"cannot write {path}: {error.strerror or error}") from error
+
+
+def make_folder(folder: Path) -> list[Path]:
+    """Make a folder and those above it; the ones that were not there, the lowest first.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    return made
+
+
+def remove_empty(folders: Iterable[Path]) -> None:
+    """Remove folders up to the first that holds something."""
+    for folder in folders:
+        try:
+            folder.rmdir()
+        except OSError:
+            return
 
 
 def slug(text: str) -> str:
@@ -189,6 +214,10 @@ class RunJournal:
 
     def __init__(self, folder: Path, header: RunResult) -> None:
         self._folder = folder
+        try:
+            self._made = make_folder(folder)
+        except OSError as error:
+            raise DataError(f"cannot write {folder}: {error.strerror or error}") from error
         self.path = result_path(folder, header).with_suffix(PARTIAL)
         write_atomic(self.path, _line({"header": msgspec.to_builtins(header)}))
         try:
@@ -230,6 +259,12 @@ class RunJournal:
         self._file.close()
         self.path.unlink(missing_ok=True)
         return path
+
+    def discard(self) -> None:
+        """Remove it, and the folders that were made for it: nothing was measured."""
+        self._file.close()
+        self.path.unlink(missing_ok=True)
+        remove_empty(self._made)
 
     def _append(self, entry: Mapping[str, Any]) -> None:
         try:
@@ -281,7 +316,7 @@ def _entries(path: Path, raw: bytes) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         try:
             entry = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             if number == len(lines) and not raw.endswith(b"\n"):
                 return
             raise DataError(f"{path} line {number} is damaged: {error}") from error

@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from kllm import __version__, hardware
+from kllm.errors import DataError
 from kllm.results.schema import (
     Direction,
     Fidelity,
@@ -104,6 +105,8 @@ class Record:
     """
 
     def __init__(self, subject: Subject, target: Path) -> None:
+        if target.suffix == ".json" and target.is_dir():
+            raise DataError(f"cannot write {target}: it is a folder; name a file or another folder")
         now = datetime.now(UTC)
         self.target = target
         self.header = RunResult(
@@ -149,7 +152,7 @@ class Record:
     ) -> None:
         self._journal.__exit__(kind, error, trace)
         if not self.values and not self.rows and error is not None:
-            self._journal.path.unlink(missing_ok=True)  # nothing to recover
+            self._journal.discard()
 
     def add(
         self,
@@ -218,6 +221,11 @@ class Record:
             DataError: the place cannot be written; the journal is kept.
         """
         result = self.result()
-        path = save(result, self.target)
+        try:
+            path = save(result, self.target)
+        except DataError as error:
+            raise DataError(
+                f"{error}; what was measured is in {self._journal.path}, which `kllm report` reads"
+            ) from error
         self._journal.path.unlink(missing_ok=True)
         return result, path

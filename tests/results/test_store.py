@@ -1,6 +1,8 @@
 """Files: atomic, complete, with errors that name file and field."""
 
 import json
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -25,6 +27,25 @@ def test_long_series_goes_to_csv_and_comes_back(tmp_path: Path) -> None:
     assert (tmp_path / "r.requests.csv").read_text().startswith("i,x,state,gap\n0,0.0,ok,\n")
     assert json.loads(path.read_text())["series"][0]["rows"] is None
     assert store.load(path) == result
+
+
+def test_what_is_no_file_is_written_to_and_stays(tmp_path: Path) -> None:
+    """A report for /dev/stdout would otherwise replace the device, as root does what it says."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor() as pool:
+        read = pool.submit(pipe.read_bytes)
+        store.write_atomic(pipe, b"report")
+        assert read.result(timeout=10) == b"report"
+    assert pipe.is_fifo()
+    assert list(tmp_path.iterdir()) == [pipe]
+
+
+def test_a_run_that_measured_nothing_leaves_no_folder(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    journal = store.RunJournal(tmp_path / "mine" / "new" / "newer", samples.bench())
+    journal.discard()
+    assert list(tmp_path.rglob("*")) == [tmp_path / "mine"]
 
 
 def test_interrupted_write_leaves_the_old_file(
