@@ -46,7 +46,7 @@ def read_defaults(path: Path, command: Any) -> dict[str, Any]:
     """
     try:
         data = tomllib.loads(path.read_text())
-    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         reason = getattr(error, "strerror", None) or error
         raise DataError(f"config file {path} cannot be read: {reason}") from None
     return _checked(path, data, command, ())

@@ -20,6 +20,14 @@ from kllm.errors import ConfigError, DataError
 from kllm.results.store import write_atomic
 
 RECIPE_VERSION = 1
+# What keeps a text from being a recipe; nesting can be too deep to parse.
+UNUSABLE = (
+    tomllib.TOMLDecodeError,
+    RecursionError,
+    msgspec.ValidationError,
+    ConfigError,
+    DataError,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -205,7 +213,7 @@ def loads(text: str, origin: str) -> Recipe:
     """
     try:
         return msgspec.convert(tomllib.loads(text), Recipe)
-    except (tomllib.TOMLDecodeError, msgspec.ValidationError, ConfigError, DataError) as error:
+    except UNUSABLE as error:
         raise DataError(f"recipe {origin} cannot be used: {error}") from error
 
 

@@ -86,7 +86,7 @@ def _documents(path: Path, raw: bytes) -> list[Document]:
             documents = [json.loads(text)]
         except json.JSONDecodeError:
             documents = [json.loads(line) for line in text.splitlines() if line.strip()]
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is not JSON: {error}") from error
     if not documents or not all(isinstance(d, dict) for d in documents):
         raise DataError(f"{path} is not a result: it holds no JSON object")
@@ -126,6 +126,10 @@ def _single(value: object, unit: str, direction: Direction) -> Metric:
     return Metric.of([float(str(value))], unit=unit, direction=direction, sample="process")
 
 
+def _seconds(value: object) -> float | None:
+    return None if value is None else float(str(value))
+
+
 def _latency_and_rate_metrics(document: Document) -> dict[str, Metric]:
     metrics = {}
     for latency in _LATENCIES:
@@ -150,7 +154,7 @@ def _vllm(run_id: str, document: Document) -> RunResult:
         run_id,
         "vllm bench serve",
         started_at=str(document.get("date", "unknown")),
-        duration_s=document.get("duration"),
+        duration_s=_seconds(document.get("duration")),
         model=str(document["model_id"]),
         workload=_pick(document, _VLLM_WORKLOAD),
         settings=_pick(document, ("backend", "endpoint_type", "label")),
@@ -165,7 +169,7 @@ def _sglang(run_id: str, document: Document) -> RunResult:
         run_id,
         "sglang bench_serving",
         started_at="unknown",
-        duration_s=document.get("duration"),
+        duration_s=_seconds(document.get("duration")),
         model=str(model or "unknown"),
         workload=_pick(document, _SGLANG_WORKLOAD),
         settings=_pick(document, ("backend", "tag")),

@@ -240,7 +240,7 @@ def decode(raw: bytes) -> RunResult:
     """
     try:
         return msgspec.json.decode(raw, type=RunResult)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise DataError(str(error)) from error
 
 

@@ -5,6 +5,7 @@ point as it was measured, so that a recording that was cut short goes on where i
 """
 
 import gzip
+import zlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -112,7 +113,7 @@ def read_lines(path: Path) -> tuple[Header | None, list[Measured]]:
         return None, []
     try:
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-    except (OSError, EOFError) as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"grid {path} cannot be read: {error}") from error
     lines = raw.split(b"\n")[:-1]  # what follows the last newline was cut off while written
     header, points = None, []
@@ -122,7 +123,7 @@ def read_lines(path: Path) -> tuple[Header | None, list[Measured]]:
                 header = msgspec.json.decode(line, type=Header)
             else:
                 points.append(msgspec.json.decode(line, type=Measured))
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             raise DataError(f"grid {path} line {number} cannot be read: {error}") from error
     return header, points
 

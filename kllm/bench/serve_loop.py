@@ -18,6 +18,8 @@ from kllm.bench.timing import out_of_memory
 from kllm.bench.workloads import WorkItem, Workload
 from kllm.core import Request, SamplingParams
 
+LONGEST_SLEEP_S = 3600.0  # at once: clocks refuse to sleep for ages
+
 
 class StepCounts(Protocol):
     """What the loop reads of an engine's step statistics."""
@@ -200,7 +202,7 @@ def run_workload(
     try:
         while loop.admit_due() or engine.has_work or loop.more:
             if not engine.has_work:
-                sleep(loop.until_next())
+                sleep(min(loop.until_next(), LONGEST_SLEEP_S))
                 continue
             progress = loop.step()
             if observer and (reason := observer(progress)):

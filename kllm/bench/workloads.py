@@ -10,6 +10,7 @@ import gzip
 import json
 import math
 import re
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -22,6 +23,9 @@ from kllm.errors import ConfigError, DataError
 
 SMALL_FACTOR = 16  # tiny models and CPUs get a preset's lengths divided by this
 SMALL_MIN_CONCURRENCY = 2
+MOST_REQUESTS = 10_000_000  # of a workload; more is a slip of the keys
+# What parsers raise for numbers, cells and nesting beyond their limits.
+UNREADABLE = (OverflowError, RecursionError, csv.Error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +103,10 @@ class Workload:
     trace: tuple[TraceRow, ...] = ()
 
     def __post_init__(self) -> None:
-        if self.num_requests < 1:
-            raise ConfigError(f"num_requests must be at least 1, got {self.num_requests}")
+        if not 1 <= self.num_requests <= MOST_REQUESTS:
+            raise ConfigError(
+                f"num_requests must be in 1..{MOST_REQUESTS}, got {self.num_requests}"
+            )
         if self.concurrency is not None and self.rate is not None:
             raise ConfigError("a workload has either a concurrency or a rate, not both")
         if self.concurrency is None and self.rate is None and not self.trace:
@@ -334,7 +340,7 @@ def read_trace(path: Path) -> list[TraceRow]:
         opener = gzip.open if path.suffix == ".gz" else open
         with opener(path, "rt", encoding="utf-8") as file:
             lines = file.read().splitlines()
-    except (OSError, UnicodeDecodeError, EOFError) as error:
+    except (OSError, UnicodeDecodeError, EOFError, zlib.error) as error:
         raise DataError(f"trace {path} cannot be read: {error}") from error
     rows = sorted(_rows(path, kind, lines), key=lambda row: row.arrival_s)
     rows = [row for row in rows if row.isl > 0 and row.osl > 0]
@@ -345,7 +351,10 @@ def read_trace(path: Path) -> list[TraceRow]:
 
 
 def _rows(path: Path, kind: str, lines: list[str]) -> Iterator[TraceRow]:
-    header = next(csv.reader(lines[:1]), []) if kind == "csv" else []
+    try:
+        header = next(csv.reader(lines[:1]), []) if kind == "csv" else []
+    except csv.Error as error:
+        raise DataError(f"trace {path} line 1 cannot be read: {error}") from error
     for number, line in enumerate(lines[len(header) > 0 :], start=1 + (len(header) > 0)):
         if not line.strip():
             continue
@@ -356,8 +365,9 @@ def _rows(path: Path, kind: str, lines: list[str]) -> Iterator[TraceRow]:
                 yield TraceRow(arrival, int(cells["ContextTokens"]), int(cells["GeneratedTokens"]))
             else:
                 data = json.loads(line)
-                yield TraceRow(
-                    data["timestamp"] / 1000, int(data["input_length"]), int(data["output_length"])
-                )
-        except (ValueError, KeyError, TypeError) as error:
+                arrival = data["timestamp"] / 1000
+                if not math.isfinite(arrival):
+                    raise ValueError("timestamp is not finite")
+                yield TraceRow(arrival, int(data["input_length"]), int(data["output_length"]))
+        except (ValueError, KeyError, TypeError, *UNREADABLE) as error:
             raise DataError(f"trace {path} line {number} cannot be read: {error!r}") from error
