@@ -14,7 +14,7 @@ from kllm.errors import ConfigError
 from kllm.hardware import detect
 from kllm.models import presets
 from kllm.models.devices import choose_device
-from kllm.models.load import FEWEST_LAYERS, resolve
+from kllm.models.load import FEWEST_LAYERS, local_path, resolve
 from kllm.models.shape import model_shape
 from kllm.parallel.layout import problem
 
@@ -89,7 +89,7 @@ def attention_folder(model: str, attention: str, scale: str) -> AbstractContextM
             f"attention '{DENSE}' needs a model's own dimensions and scale tiny has none of them; "
             f"use --scale {FEW_LAYERS}, or another model for attention of another kind"
         )
-    path = Path(model).expanduser() / "config.json"
+    path = local_path(model) / "config.json"
     name = Path(model).name if path.exists() else presets.canonical(model)
     data = json.loads(path.read_text("utf-8")) if path.exists() else presets.load(model)
     if data.get("model_type") not in WITH_INDEXER:

@@ -9,7 +9,7 @@ from kllm.errors import ConfigError
 from kllm.layers.hyper_connection import StreamSettings
 from kllm.layers.moe import SCORES, Routing
 from kllm.layers.rotary import Rotary, Yarn
-from kllm.models.hf_config import ConfigReader
+from kllm.models.hf_config import MOST_LAYERS, ConfigReader
 from kllm.models.layer_mix import check_layers, keep_mix
 
 LAYER_KINDS = {0: "window", 4: "csa", 128: "hca"}  # by the codes in `compress_ratios`
@@ -157,7 +157,7 @@ def read_config(data: Mapping[str, Any]) -> DeepseekV4Config:
     reader.require("scoring_func", tuple(SCORES))
     reader.require("topk_method", ("noaux_tc",))
     reader.require("expert_dtype", ("fp4", "fp8"))
-    layers = reader.positive("num_hidden_layers")
+    layers = reader.positive("num_hidden_layers", most=MOST_LAYERS)
     ratios = _read_ratios(data, layers)
     dspark = _read_dspark(reader, len(ratios) - layers)
     hash_layers = int(reader.number("num_hash_layers", 0))

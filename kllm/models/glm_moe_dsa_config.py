@@ -8,7 +8,7 @@ from typing import Any
 from kllm.errors import ConfigError
 from kllm.layers.moe import Routing
 from kllm.layers.rotary import Rotary, Yarn
-from kllm.models.hf_config import ConfigReader
+from kllm.models.hf_config import MOST_LAYERS, ConfigReader
 from kllm.models.layer_mix import check_layers, keep_mix
 
 FULL, SHARED, DENSE = "full", "shared", "none"  # how a layer finds the entries it attends to
@@ -156,7 +156,7 @@ def read_config(data: Mapping[str, Any]) -> GlmMoeDsaConfig:
     reader.require("topk_method", ("noaux_tc",))
     reader.require("moe_layer_freq", (1,))
     reader.require("num_nextn_predict_layers", (0, 1))
-    layers = reader.positive("num_hidden_layers")
+    layers = reader.positive("num_hidden_layers", most=MOST_LAYERS)
     deepseek = data.get("model_type") != "glm_moe_dsa"
     indexer = _read_indexer(reader)
     yarn, mscale = _read_yarn(reader)

@@ -1,5 +1,6 @@
 """Reading keys of a Hugging Face `config.json`, with errors that name the key."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -7,6 +8,8 @@ from kllm.errors import ConfigError
 
 _STORED = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 _ABSENT = object()
+MOST = 1 << 31  # of a size; what is beyond belongs to no model
+MOST_LAYERS = 10_000  # which are listed one by one
 
 
 class ConfigReader:
@@ -30,15 +33,17 @@ class ConfigReader:
         """
         return _number(key, self.data.get(key), default)
 
-    def positive(self, key: str, default: int | None = None) -> int:
-        """A whole number of at least 1, or `default` where the key is absent or null.
+    def positive(self, key: str, default: int | None = None, most: int = MOST) -> int:
+        """A whole number in 1..`most`, or `default` where the key is absent or null.
 
         Raises:
             ConfigError: when it is absent without a default, or anything else.
         """
         value = self.number(key, default)
-        if value != int(value) or value < 1:
-            raise ConfigError(f"config.json: {key} must be a whole number >= 1, got {value!r}")
+        if not 1 <= value <= most or value != int(value):
+            raise ConfigError(
+                f"config.json: {key} must be a whole number in 1..{most}, got {value!r}"
+            )
         return int(value)
 
     def require(self, key: str, allowed: Sequence[Any]) -> None:
@@ -97,4 +102,6 @@ def _number(key: str, value: Any, default: float | None) -> float:
         raise ConfigError(f"config.json: {key} is missing")
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ConfigError(f"config.json: {key} must be a number, got {value!r}")
+    if not -math.inf < value < math.inf:
+        raise ConfigError(f"config.json: {key} must be finite, got {value!r}")
     return value

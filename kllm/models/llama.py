@@ -22,7 +22,7 @@ from kllm.layers.mlp import GatedMLP
 from kllm.layers.norm import RMSNorm
 from kllm.layers.rotary import Llama3Scaling, Rotary
 from kllm.models.base import CausalLM, CheckpointTensor, Groups, Stage, WorkShape
-from kllm.models.hf_config import ConfigReader
+from kllm.models.hf_config import MOST_LAYERS, ConfigReader
 from kllm.quant.entry import EntryFormat
 
 
@@ -76,7 +76,7 @@ def read_config(data: Mapping[str, Any]) -> LlamaConfig:
         vocab_size=reader.positive("vocab_size"),
         hidden_size=hidden,
         intermediate_size=reader.positive("intermediate_size"),
-        num_hidden_layers=reader.positive("num_hidden_layers"),
+        num_hidden_layers=reader.positive("num_hidden_layers", most=MOST_LAYERS),
         num_attention_heads=heads,
         num_key_value_heads=reader.positive("num_key_value_heads", heads),
         head_dim=reader.positive("head_dim", hidden // heads),

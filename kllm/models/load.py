@@ -5,6 +5,7 @@
 """
 
 import json
+import os
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -92,7 +93,7 @@ def resolve(config: EngineConfig) -> ResolvedModel:
         budget = WEIGHT_SHARE * free_on_ranks(device, ranks_here)
         scale = "full" if path else largest_scale(family, full, config.parallel, dtype, budget)
     tokenizer = path
-    if path is None and scale != "tiny" and (file := Path(config.model).expanduser()).exists():
+    if path is None and scale != "tiny" and (file := local_path(config.model)).exists():
         tokenizer = file  # random weights in place of a file's: its vocabulary still fits
     return ResolvedModel(
         name=name,
@@ -230,9 +231,14 @@ def rank_bytes(
     return max(weight_bytes(weights, parallel, dtype, layers=layers, experts=experts))
 
 
+def local_path(model: str) -> Path:
+    """Where a model lies if it is no preset; `~` of a user who is not there stays as it is."""
+    return Path(os.path.expanduser(model))  # pathlib's raises for such a user
+
+
 def _locate(config: EngineConfig) -> tuple[str, Path | None, dict[str, Any]]:
     """(name, file or folder of real weights or None for random, config.json content)."""
-    path = Path(config.model).expanduser()
+    path = local_path(config.model)
     random = config.load == "random"
     if path.is_dir():
         return path.resolve().name, None if random else path, _read_folder_config(path)
@@ -263,7 +269,9 @@ def _read_folder_config(folder: Path) -> dict[str, Any]:
         raise ConfigError(f"{folder} is no model folder: it has no config.json")
     try:
         data = json.loads(file.read_text("utf-8"))
-    except ValueError as error:
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{file} is not valid JSON: {error}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{file} must hold a JSON object")

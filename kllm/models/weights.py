@@ -28,6 +28,7 @@ PLAIN = ("F32", "BF16", "F16", "I64", "I32")
 QUANTISED = {"F8_E4M3": ("F8_E4M3",), "F4_E2M1": ("I8", "U8")}
 SCALES = ("F32", "BF16", "F16", "F8_E8M0", "U8")
 INDEX = "model.safetensors.index.json"
+BROKEN_INDEX = (OSError, ValueError, RecursionError, KeyError, TypeError, AttributeError)
 
 
 class TensorSource(Protocol):
@@ -245,9 +246,9 @@ class SafetensorsFolder:
         try:
             weight_map = json.loads(index.read_text("utf-8"))["weight_map"]
             by_file = sorted(weight_map.items(), key=lambda item: item[1])
-        except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+            absent = sorted({f for _, f in by_file if not (self.folder / f).exists()})
+        except BROKEN_INDEX as error:
             raise DataError(f"{index} cannot be read as a shard index: {error}") from None
-        absent = sorted({f for _, f in by_file if not (self.folder / f).exists()})
         if absent:
             raise DataError(
                 f"{self.folder} lacks {len(absent)} shard files that its index names: "

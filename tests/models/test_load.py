@@ -51,7 +51,7 @@ BAD_CONFIGS: dict[str, dict[str, object]] = {
     "model type 'gpt9' is not supported; known: .*llama": {"model_type": "gpt9"},
     "model type None is not supported": {"model_type": None},
     "hidden_size must be a number, got 'big'": {"hidden_size": "big"},
-    "hidden_size must be a whole number >= 1, got -4096": {"hidden_size": -4096},
+    "hidden_size must be a whole number in 1..2147483648, got -4096": {"hidden_size": -4096},
     "vocab_size is missing": {"vocab_size": None},
     "hidden_act = 'gelu' is not supported; only 'silu'": {"hidden_act": "gelu"},
     "attention_bias = True is not supported": {"attention_bias": True},
