@@ -9,6 +9,7 @@ DTYPES = ("float32", "bfloat16", "float16")
 CP_KINDS = ("auto", "ring", "all_gather", "replicated")
 EP_BACKENDS = ("auto", "all_to_all", "all_gather", "deep_ep")
 KV_DTYPES = ("auto", "float32", "bfloat16", "float16", "fp8")
+FIDELITIES = ("real", "rank-slice")  # of a run
 MOST_RANKS = 4096  # of a layout; more is a slip of the keys, and would only be slow to refuse
 
 
@@ -129,8 +130,9 @@ class EngineConfig:
             raise ConfigError("no model named; see `kllm models` for the presets")
         if self.dtype != "auto" and self.dtype not in DTYPES:
             raise ConfigError(f"unknown dtype '{self.dtype}'; known: auto, {', '.join(DTYPES)}")
-        if self.fidelity not in ("real", "rank-slice"):
-            raise ConfigError(f"unknown fidelity '{self.fidelity}'; known: real, rank-slice")
+        if self.fidelity not in FIDELITIES:
+            known = ", ".join(FIDELITIES)
+            raise ConfigError(f"unknown fidelity '{self.fidelity}'; known: {known}")
         if not 0 <= self.slice_rank < self.parallel.world:
             raise ConfigError(
                 f"slice_rank {self.slice_rank} is not a rank of a layout of {self.parallel.world}"

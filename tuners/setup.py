@@ -20,7 +20,13 @@ from kllm.bench.costmodel import CostModel, Prediction, steady_state
 from kllm.bench.layout_cost import LayoutCost
 from kllm.bench.throughput import most_tokens_per_s
 from kllm.bench.workloads import Lengths, Workload, preset
-from kllm.config import CacheConfig, EngineConfig, ParallelConfig, SchedulerConfig
+from kllm.config import (
+    FIDELITIES,
+    CacheConfig,
+    EngineConfig,
+    ParallelConfig,
+    SchedulerConfig,
+)
 from kllm.engine.memory import page_size
 from kllm.errors import CapacityError, ConfigError
 from kllm.models.devices import choose_device, kv_share
@@ -173,9 +179,9 @@ def _deployed(request: Request) -> tuple[ResolvedModel, Deployment | None, Engin
             f"layout '{request.layout}' has {world} ranks and --world is {request.world}; "
             "leave one of them out"
         )
+    fidelity = fidelity_here(request.fidelity, world, choose_device(request.config.device))
     if world == 1:
         return resolve(request.config), None, request.config
-    fidelity = fidelity_here(request.fidelity, world, choose_device(request.config.device))
     config = replace(
         request.config,
         parallel=chosen or ParallelConfig(dp=world),
@@ -190,8 +196,11 @@ def fidelity_here(asked: str, world: int, device: torch.device) -> str:
     """Whether all ranks of a layout run: where there is a device for each, or as asked.
 
     Raises:
+        ConfigError: no such fidelity.
         CapacityError: `real` with less GPUs than ranks.
     """
+    if asked not in ("", *FIDELITIES):
+        raise ConfigError(f"unknown fidelity '{asked}'; known: {', '.join(FIDELITIES)}")
     count = torch.cuda.device_count() if device.type == "cuda" else 0
     if not asked:
         return "real" if count >= world else "rank-slice"

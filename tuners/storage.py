@@ -55,18 +55,25 @@ def _drop_torn_line(path: Path) -> None:
         file.truncate(file.read().rfind(b"\n") + 1)
 
 
-def open_storage(url: str) -> BaseStorage:
+def open_storage(url: str, *, resume: bool = False) -> BaseStorage:
     """Connect to a storage.
 
     Args:
         url: "journal:PATH", or a URL that Optuna takes (sqlite:///study.db, postgresql+...).
+        resume: whether a journal must be there already.
 
     Raises:
         DataError: it cannot be reached, or is not a storage.
     """
     try:
         if url.startswith(JOURNAL):
-            return _open_journal(Path(url.removeprefix(JOURNAL)))
+            path = Path(url.removeprefix(JOURNAL))
+            if resume and not path.exists():
+                raise DataError(
+                    f"there is no study to resume: {path} does not exist; start one without "
+                    "--resume, or name the --output or --storage of another"
+                )
+            return _open_journal(path)
         return optuna.storages.get_storage(url)
     except ImportError as error:
         raise DataError(

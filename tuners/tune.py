@@ -15,7 +15,7 @@ from kllm import hardware
 from kllm.bench.workloads import Workload
 from kllm.errors import ConfigError, DataError, KllmError
 from kllm.results.schema import RunResult
-from kllm.results.store import slug
+from kllm.results.store import make_folder, remove_empty, slug
 from kllm.tuners import output
 from kllm.tuners.finish import Comparison, compare, pairs_within, ranked
 from kllm.tuners.interrupt import Interrupt, listening
@@ -124,14 +124,14 @@ def tune(
     watcher, interrupt = watcher or Watcher(), Interrupt()
     begin, started_at = time.monotonic(), datetime.now(UTC)
     if options.resume and options.given is not None:
-        storage = open_storage(options.storage_url)
+        storage = open_storage(options.storage_url, resume=True)
         name, request = resumed(storage, options.study, request, options.given)
         options = replace(options, study=name)
     setup = prepare(request)
-    check_writable(options.output)
+    made = check_writable(options.output)
     runner = runner or WorkerRunner(memory_limit_bytes=memory_limit(setup.device))
-    session = _Session(setup, request, options, watcher, runner, interrupt)
     try:
+        session = _Session(setup, request, options, watcher, runner, interrupt)
         session.open()
         with listening(interrupt, lambda: watcher.note(STOPPING)):
             try:
@@ -143,17 +143,21 @@ def tune(
             return session.interrupted()
     finally:
         runner.close()
+        remove_empty(made)
 
 
-def check_writable(folder: Path) -> None:
+def check_writable(folder: Path) -> list[Path]:
     """Make the output folder now: an hour later is too late to learn that it cannot be.
+
+    Returns:
+        The folders that were not there before.
 
     Raises:
         DataError: it cannot be made or written.
     """
     probe = folder / ".kllm-write-test"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        made = make_folder(folder)
         probe.write_bytes(b"")
         probe.unlink()
     except OSError as error:
@@ -161,6 +165,7 @@ def check_writable(folder: Path) -> None:
             f"the output folder {folder} cannot be written ({error.strerror}); "
             "choose another with --output"
         ) from error
+    return made
 
 
 class _Session:
