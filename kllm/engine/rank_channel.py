@@ -6,6 +6,7 @@ waits for what the rank does.
 """
 
 import os
+import resource
 import secrets
 import select
 import socket
@@ -13,6 +14,8 @@ import struct
 import sys
 import time
 from pathlib import Path
+
+from kllm.errors import CapacityError
 
 STEPS, HEARTBEAT = range(2)
 BUSY_S = 0.01  # at most for which a process waits busily; being woken takes some 50 us
@@ -22,6 +25,9 @@ LOOK_S = 1.0  # between two looks at the machine's load
 CHUNK = 1 << 16  # bytes; most messages come in one piece
 
 Address = str | tuple[str, int]  # "@name" in Linux's namespace of local sockets; host and port
+
+# What a process has open besides the sockets of ranks: pipes, logs, libraries' own files.
+BASE_DESCRIPTORS = 32
 
 _LENGTH = struct.Struct("!Q")
 _HELLO = struct.Struct("!32sIB")  # the key, the rank's number, the line
@@ -116,6 +122,22 @@ def usable_cores() -> float:
     except (OSError, ValueError):
         quota, period = "max", ""
     return min(allowed or 1, float("inf") if quota == "max" else int(quota) / int(period))
+
+
+def allow_descriptors(count: int) -> None:
+    """Let this process, and those that it starts, have so many files and sockets open.
+
+    Raises:
+        CapacityError: when the system does not let it.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < count:
+        raise CapacityError(
+            f"the layout needs about {count} open files and sockets and {hard} are allowed; raise "
+            "the limit with `ulimit -n`, or use a smaller layout"
+        )
+    if soft != resource.RLIM_INFINITY and soft < count:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (count, hard))
 
 
 def new_key() -> str:

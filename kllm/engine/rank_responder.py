@@ -7,7 +7,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 
-from kllm.engine.rank_channel import Channel, SpinWait
+from kllm.engine.rank_channel import BASE_DESCRIPTORS, Channel, SpinWait, allow_descriptors
 from kllm.errors import WorkerError, ending
 
 PROCESSES = 2  # the engine's and this one
@@ -20,16 +20,23 @@ class Responder:
         count: lines to it, one for each rank that it stands for.
 
     Raises:
+        CapacityError: more lines than open files are allowed.
         OSError: when it cannot be started.
     """
 
     def __init__(self, count: int) -> None:
         self.count = count
+        allow_descriptors(BASE_DESCRIPTORS + 2 * count)
         pairs = [socket.socketpair() for _ in range(count)]
         theirs = [theirs for _, theirs in pairs]
         descriptors = [line.fileno() for line in theirs]
         command = [sys.executable, "-m", __name__, *map(str, descriptors)]
-        self._process = subprocess.Popen(command, stdin=subprocess.DEVNULL, pass_fds=descriptors)
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            pass_fds=descriptors,
+            process_group=0,  # a Ctrl-C of the terminal is for the engine's process alone
+        )
         for line in theirs:
             line.close()
         self._lines = _Lines([ours for ours, _ in pairs])
@@ -79,7 +86,7 @@ class _Lines:
 def main() -> None:
     """Acknowledge messages until the other side is gone."""
     lines = _Lines([socket.socket(fileno=int(descriptor)) for descriptor in sys.argv[1:]])
-    with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):
+    with contextlib.suppress(EOFError, OSError):
         while True:
             for channel in lines.receive():
                 channel.send(b"")

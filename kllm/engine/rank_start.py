@@ -15,10 +15,12 @@ from typing import IO
 import psutil
 
 from kllm.engine.rank_channel import (
+    BASE_DESCRIPTORS,
     HEARTBEAT,
     STEPS,
     Channel,
     address_of,
+    allow_descriptors,
     identify,
     listen,
     local_address,
@@ -31,6 +33,7 @@ from kllm.errors import CapacityError, WorkerError, ending
 # torchrun's names for the place of a process among those of its machine.
 PLACE_VARIABLES = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
 MODULE = "kllm.engine.rank_supervisor"
+DESCRIPTORS = 3  # for each rank, in the engine's process and in another rank
 START_S = 120.0  # until every rank must have called back
 HEARTBEAT_TIMEOUT_S = 20.0  # there is one every second
 IDLE_BYTES = 64 << 20  # of host memory that a rank has for itself before it holds anything
@@ -87,10 +90,11 @@ def start_here(world: int) -> tuple[list[RankLink], Supervisor]:
     """Start `world` ranks on this machine and wait until they have called.
 
     Raises:
-        CapacityError: when this machine's memory does not hold their processes.
+        CapacityError: when this machine's memory, or its limit on open files, does not allow it.
         WorkerError: when they cannot be started or do not call back.
     """
     check_host_memory(world)
+    allow_descriptors(BASE_DESCRIPTORS + DESCRIPTORS * world)
     key = new_key()
     with listen(local_address(), backlog=2 * world) as listener:
         variables = variables_for(world, os.environ)

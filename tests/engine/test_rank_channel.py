@@ -1,5 +1,6 @@
 """The sockets between the engine's process and a rank, and how either waits."""
 
+import resource
 import select
 import socket
 import threading
@@ -18,6 +19,7 @@ from kllm.engine.rank_channel import (
     Channel,
     SpinWait,
     address_of,
+    allow_descriptors,
     call,
     identify,
     listen,
@@ -25,6 +27,7 @@ from kllm.engine.rank_channel import (
     new_key,
     parse_address,
 )
+from kllm.errors import CapacityError
 
 
 @pytest.fixture
@@ -212,3 +215,17 @@ def test_a_core_that_others_want_is_left_to_them(monkeypatch: pytest.MonkeyPatch
     assert poll.wait(spin_wait, BUSY_S / 2)
     poll.now += 2 * rank_channel.LOOK_S
     assert not poll.wait(spin_wait, BUSY_S / 2)
+
+
+def test_more_open_files_are_allowed_as_far_as_the_system_lets(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    raised: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (100, 200))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: raised.append(limits))
+    allow_descriptors(100)
+    assert raised == []
+    allow_descriptors(150)
+    assert raised == [(150, 200)]
+    with pytest.raises(CapacityError, match="needs about 201 open files and sockets and 200 are"):
+        allow_descriptors(201)
