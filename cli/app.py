@@ -6,11 +6,13 @@ that cannot be used, 3 not enough hardware, 130 interrupted by Ctrl-C or SIGTERM
 
 import errno
 import os
+import select
 import signal
 import sys
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Annotated, Any
 
 import typer
@@ -20,7 +22,7 @@ from kllm import __version__, env
 from kllm.cli.bench import bench_app
 from kllm.cli.compare import compare
 from kllm.cli.config import config_app
-from kllm.cli.console import err, interrupted, out, say
+from kllm.cli.console import INTERRUPTED, err, interrupted, out, say, unread
 from kllm.cli.doctor import doctor
 from kllm.cli.generate import generate
 from kllm.cli.models import models
@@ -28,7 +30,7 @@ from kllm.cli.recipes import recipes_app
 from kllm.cli.report import report
 from kllm.cli.tune import tune
 from kllm.cli.tune_quality import tune_quality
-from kllm.errors import KllmError
+from kllm.errors import CapacityError, ConfigError, DataError, KllmError, one_line
 
 
 class _Root(TyperGroup):
@@ -40,6 +42,10 @@ class _Root(TyperGroup):
             return super().invoke(ctx)
         except KeyboardInterrupt:
             raise interrupted("interrupted") from None
+        except BrokenPipeError as error:
+            if error.filename is None and _reader_is_gone():
+                raise unread() from None
+            raise
 
 
 app = typer.Typer(
@@ -50,6 +56,7 @@ app = typer.Typer(
     help="Benchmark and tune deployments of large MoE language models.",
     epilog="Every option can also be set by a KLLM_* variable or a TOML file: `kllm config`.",
 )
+HOST_MEMORY = "out of memory on the host; use a smaller scale, batch or KV memory"
 MEASURE, RESULTS, HERE = "Measure and tune", "Results", "Models and this machine"
 app.command(rich_help_panel=MEASURE)(tune)
 app.command("tune-quality", rich_help_panel=MEASURE)(tune_quality)
@@ -96,19 +103,22 @@ def main() -> None:
     except KeyboardInterrupt:
         raise SystemExit(interrupted("interrupted").exit_code) from None
     except MemoryError:
-        _fail("out of memory on the host; use a smaller scale, batch or KV memory", 3)
+        _fail(HOST_MEMORY, CapacityError.exit_code)
     except OSError as error:
-        _fail(_os_sentence(error), 1)
+        limits = error.errno in (errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ENOMEM)
+        _fail(_os_sentence(error), (CapacityError if limits else DataError).exit_code)
     except Exception as error:
         if type(error).__name__ == "OutOfMemoryError":  # torch's, without importing torch
-            _fail(f"out of device memory: {error}".splitlines()[0], 3)
-        _fail(f"internal error, please report it: {type(error).__name__}: {error}", 1)
+            _fail(f"out of device memory: {error}".splitlines()[0], CapacityError.exit_code)
+        if "can't allocate memory" in str(error):  # torch's allocator of host memory
+            _fail(HOST_MEMORY, CapacityError.exit_code)
+        _fail(f"internal error, please report it: {one_line(error)}", 1)
 
 
 @contextmanager
 def _torchrun() -> Iterator[None]:
     """Where torchrun started this process: all but the first become ranks and never get in."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
+    if not {"TORCHELASTIC_RUN_ID", "RANK"} <= os.environ.keys():
         yield
         return
     from kllm.engine import torchrun
@@ -124,34 +134,65 @@ def _torchrun() -> Iterator[None]:
 @contextmanager
 def _terminable() -> Iterator[None]:
     """Let SIGTERM, with which schedulers end a job, do what Ctrl-C does."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    numbers = [signal.SIGTERM]
+    if signal.getsignal(signal.SIGINT) == signal.default_int_handler:  # else a shell ignores it
+        numbers.append(signal.SIGINT)
+    before = {number: signal.signal(number, _interrupt) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    """Raise KeyboardInterrupt, unless torch is being imported: its C++ would abort the process."""
+    spec = getattr(sys.modules.get("torch"), "__spec__", None)
+    if getattr(spec, "_initializing", False):
+        os.write(2, b"interrupted\n")
+        os._exit(INTERRUPTED)
+    raise KeyboardInterrupt
 
 
 def _run(args: list[str]) -> None:
     from kllm.cli.defaults import config_path, read_defaults
 
+    for text in args:
+        if text != text.encode(errors="ignore").decode():
+            raise ConfigError(f"the argument {text!a} is not UTF-8; write or rename it so")
     command = typer.main.get_command(app)
-    _hide_variables(command)
+    _name_variables(command, "KLLM")
+    env.check()
     # `kllm config check` must be able to report a broken file, so it does not load one.
     path = None if args[:1] == ["config"] else config_path()
     defaults = read_defaults(path, command) if path else None
-    command.main(args, prog_name="kllm", auto_envvar_prefix="KLLM", default_map=defaults)
+    command.main(args, prog_name="kllm", default_map=defaults)
 
 
-def _hide_variables(command: Any) -> None:
-    """Leave the KLLM_* variables out of the help: their rule is stated once, by `config env`."""
+def _name_variables(command: Any, prefix: str) -> None:
+    """Give each option the variable of its name.
+
+    They are left out of the help: their rule is stated once, by `config env`.
+    """
     for param in command.params:
         param.show_envvar = False
-    for child in getattr(command, "commands", {}).values():
-        _hide_variables(child)
+        if (option := param.opts[0]).startswith("--") and param.name != "help":
+            param.envvar = f"{prefix}_{option[2:]}".upper().replace("-", "_")
+    for name, child in getattr(command, "commands", {}).items():
+        _name_variables(child, f"{prefix}_{name}")
+
+
+def _reader_is_gone() -> bool:
+    """Whether nobody reads what this process prints any more."""
+    poll = select.poll()
+    poll.register(sys.stdout, 0)
+    return any(event & select.POLLERR for _, event in poll.poll(0))
 
 
 def _os_sentence(error: OSError) -> str:
     where = f" {error.filename}" if error.filename else ""
+    if error.errno in (errno.EMFILE, errno.ENFILE):
+        return "no more files or connections may be open; raise the limit with `ulimit -n`"
     if error.errno == errno.ENOSPC:
         return f"no space left on the disk while writing{where}; free some and run it again"
     if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):

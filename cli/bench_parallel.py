@@ -9,6 +9,7 @@ from kllm.cli.bench_run import BenchOptions, run_and_show, show
 from kllm.cli.console import err, say
 from kllm.cli.options import (
     DEFAULT_OUTPUT,
+    MOST,
     AsJson,
     Device,
     Dtype,
@@ -164,7 +165,7 @@ def tp_vs_dp_attention(
     ] = "",
     osl: Annotated[int, typer.Option(min=0, help="Output tokens; 0: automatic.")] = 0,
     skewed: Annotated[
-        int, typer.Option(min=0, help="Requests of the skewed loads; 0: automatic.")
+        int, typer.Option(min=0, max=MOST, help="Requests of the skewed loads; 0: automatic.")
     ] = 0,
     step_tokens: Annotated[
         int, typer.Option(min=0, help="Tokens of a step over all ranks; 0: automatic.")
@@ -173,7 +174,10 @@ def tp_vs_dp_attention(
         float, typer.Option(min=0, help="Seconds for the sweep of a layout; 0: automatic.")
     ] = 0.0,
     kv_mib: Annotated[
-        int, typer.Option("--kv-memory", min=0, help="KV memory of a rank, MiB; 0: automatic.")
+        int,
+        typer.Option(
+            "--kv-memory", min=0, max=MOST, help="KV memory of a rank, MiB; 0: automatic."
+        ),
     ] = 0,
     capacity_only: Annotated[
         bool, typer.Option("--capacity-only", help="Only compute the published KV capacities.")

@@ -1,19 +1,29 @@
 """The two consoles, `out` for results and `err` for the rest; how interrupted commands end."""
 
 import os
+import sys
 import textwrap
 
 import typer
 from rich.console import Console
 from rich.text import Text
 
+from kllm.errors import DataError
+
 INTERRUPTED = 130  # exit code after Ctrl-C or SIGTERM
 WHOLE = 10_000  # columns: no table is as wide
 
 
+class _Console(Console):
+    """A console whose closed pipe does not end the command with the code of a regression."""
+
+    def on_broken_pipe(self) -> None:
+        raise SystemExit(unread().exit_code)
+
+
 def _console(*, stderr: bool = False) -> Console:
     """A console that folds tables to a terminal or to COLUMNS, and in a pipe not at all."""
-    console = Console(stderr=stderr)
+    console = _Console(stderr=stderr)
     if not console.is_terminal and "COLUMNS" not in os.environ:
         console.width = WHOLE
     return console
@@ -45,6 +55,12 @@ def say(console: Console, text: str, *, lead: str = "", style: str = "") -> None
     shown = Text(text)
     shown.stylize(style, 0, len(lead) or None)
     console.print(shown, soft_wrap=True)
+
+
+def unread() -> typer.Exit:
+    """What to raise where the reader of a pipe has gone, who wants no more and no words."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return typer.Exit(DataError.exit_code)
 
 
 def interrupted(sentence: str) -> typer.Exit:

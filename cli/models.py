@@ -24,7 +24,8 @@ def models(
     ] = None,
     gpu: Annotated[str, typer.Option(help="GPU of a layout: h100, h200, b200 or b300.")] = "h200",
     memory_gb: Annotated[
-        float, typer.Option(min=0, help="Memory of that GPU in GB (1e9 bytes); 0: as made.")
+        float,
+        typer.Option(min=0, max=1e6, help="Memory of that GPU in GB (1e9 bytes); 0: as made."),
     ] = 0,
     memory_fraction: Annotated[
         float, typer.Option(min=0, max=1, help="Share of that memory for weights and KV.")

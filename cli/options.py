@@ -8,6 +8,7 @@ import typer
 from kllm.errors import ConfigError
 
 DEFAULT_OUTPUT = Path("kllm-results")
+MOST = 1 << 24  # of what an option counts; more is a slip of the keys
 
 Model = Annotated[str, typer.Option(help="Preset name, model folder or GGUF file.")]
 Scale = Annotated[str, typer.Option(help="Model scale: auto, full, layers:N or tiny.")]
@@ -50,33 +51,37 @@ def given_options(ctx: typer.Context) -> frozenset[str]:
 
 
 def integers(option: str, text: str) -> tuple[int, ...]:
-    """Whole numbers as in 1,4,16.
+    """Whole numbers as in 1,4,16; what is repeated counts once.
 
     Raises:
-        ConfigError: naming the option, for anything else.
+        ConfigError: naming the option, for anything else and for numbers beyond MOST.
     """
     try:
-        return tuple(int(part) for part in text.split(","))
+        found = [int(part) for part in text.split(",")]
     except ValueError:
         raise ConfigError(f"{option} takes whole numbers as in 1,4,16, got '{text}'") from None
+    if max(found) > MOST:
+        raise ConfigError(f"{option} takes numbers up to {MOST}, got {max(found)}")
+    return tuple(dict.fromkeys(found))
 
 
 def lengths(option: str, text: str) -> tuple[int, ...]:
-    """Numbers of tokens as in 512,32K,1M, where K and M are powers of 1024.
+    """Numbers of tokens as in 512,32K,1M, where K and M are powers of 1024; repeated ones once.
 
     Raises:
         ConfigError: naming the option, for anything else.
     """
     units = {"K": 1 << 10, "M": 1 << 20}
     try:
-        return tuple(
+        found = [
             int(part[:-1]) * units[part[-1]] if part[-1] in units else int(part)
             for part in names(text.upper())
-        )
+        ]
     except ValueError:
         raise ConfigError(f"{option} takes tokens as in 512,32K,1M, got '{text}'") from None
+    return tuple(dict.fromkeys(found))
 
 
 def names(text: str) -> tuple[str, ...]:
-    """Words as in a,b."""
-    return tuple(part.strip() for part in text.split(",") if part.strip())
+    """Words as in a,b; repeated ones once."""
+    return tuple(dict.fromkeys(part.strip() for part in text.split(",") if part.strip()))

@@ -22,6 +22,13 @@ def _flag(text: str) -> bool:
     raise ValueError("expected 0 or 1")
 
 
+def _folder(text: str) -> Path:
+    try:
+        return Path(text).expanduser()
+    except RuntimeError:
+        raise ValueError("it names the home folder of nobody; set it to a folder") from None
+
+
 def _seconds(text: str) -> float:
     if not 0 < (seconds := float(text)) < float("inf"):
         raise ValueError("expected a number of seconds above 0")
@@ -40,7 +47,7 @@ class Variable:
 
 VARIABLES = (
     Variable("KLLM_DEBUG", _flag, "0", "Print tracebacks of errors; check invariants each step."),
-    Variable("KLLM_HOME", Path, "~/.cache/kllm", "Where measured ceilings are cached."),
+    Variable("KLLM_HOME", _folder, "~/.cache/kllm", "Where measured ceilings are cached."),
     Variable(
         "KLLM_STEP_TIMEOUT_S", _seconds, "300", "A step of several ranks that takes longer is hung."
     ),
@@ -64,6 +71,16 @@ def read(name: str) -> Any:
         raise ConfigError(f"{name}={text!r} cannot be read: {error}") from None
 
 
+def check() -> None:
+    """Read every variable now.
+
+    Raises:
+        ConfigError: when one cannot be parsed.
+    """
+    for variable in VARIABLES:
+        read(variable.name)
+
+
 def debug() -> bool:
     """Whether KLLM_DEBUG asks for tracebacks and invariant checks."""
     return bool(read("KLLM_DEBUG"))
@@ -71,7 +88,7 @@ def debug() -> bool:
 
 def home() -> Path:
     """The folder for what kLLM measured about this machine."""
-    return Path(read("KLLM_HOME")).expanduser()
+    return Path(read("KLLM_HOME"))
 
 
 def step_timeout_s() -> float:

@@ -1,6 +1,7 @@
 """The frame of the command line: quick help, one sentence and an exit code for each failure."""
 
 import errno
+import json
 import signal
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import pytest
 import typer
 from typer.testing import CliRunner
 
-from kllm import __version__
+from kllm import __version__, env
 from kllm.cli import app as cli
 from kllm.errors import CapacityError, ConfigError, DataError, KllmError
 
@@ -40,8 +41,11 @@ def test_the_module_is_the_command() -> None:
         (DataError("unreadable"), 2, "error: unreadable"),
         (CapacityError("too large"), 3, "error: too large"),
         (MemoryError(), 3, "out of memory on the host"),
-        (OSError(errno.ENOSPC, "full", "out.json"), 1, "no space left on the disk while writing"),
-        (PermissionError(errno.EACCES, "denied", "out.json"), 1, "not allowed to write or read"),
+        (OSError(errno.ENOSPC, "full", "out.json"), 2, "no space left on the disk while writing"),
+        (PermissionError(errno.EACCES, "denied", "out.json"), 2, "not allowed to write or read"),
+        (OSError(errno.EMFILE, "too many"), 3, "raise the limit with `ulimit -n`"),
+        (RuntimeError("alloc_cpu.cpp: can't allocate memory:\nframes"), 3, "out of memory on"),
+        (RuntimeError("odd\nframe #1"), 1, "internal error, please report it: RuntimeError: odd"),
         (ZeroDivisionError("division by zero"), 1, "internal error, please report it: ZeroDiv"),
     ],
 )
@@ -76,6 +80,78 @@ def test_sigterm_ends_a_command_as_ctrl_c_does(
     assert stopped.value.code == 130
     assert capsys.readouterr() == ("", "interrupted\n")
     assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_while_torch_is_imported_ends_the_command(number: signal.Signals) -> None:
+    """A Python exception in the import of its C++ part would abort the process."""
+    code = (
+        "import importlib.machinery, signal, sys, types\n"
+        "from kllm.cli import app\n"
+        "torch = sys.modules['torch'] = types.ModuleType('torch')\n"
+        "torch.__spec__ = importlib.machinery.ModuleSpec('torch', None)\n"
+        "torch.__spec__._initializing = True\n"
+        f"app._run = lambda args: signal.raise_signal({int(number)})\n"
+        "sys.argv = ['kllm', 'doctor']\n"
+        "app.main()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "interrupted\n")
+
+
+@pytest.mark.parametrize(
+    "show",
+    ["app.out.print('results')", "typer.echo('results')"],
+    ids=["table", "text"],
+)
+def test_a_reader_that_has_gone_is_no_regression(show: str) -> None:
+    """Exit code 1 would be one to a script that compares and reads the first lines only."""
+    code = (
+        "import sys, typer\n"
+        "from kllm.cli import app\n"
+        f"app.app.command('x')(lambda: {show})\n"
+        "sys.stdin.read()\n"
+        "sys.argv = ['kllm', 'x']\n"
+        "app.main()\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout
+    process.stdout.close()
+    _, errors = process.communicate()
+    assert (process.returncode, errors) == (2, b"")
+
+
+def test_the_variable_of_an_option_has_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KLLM_MODELS_JSON", "1")  # the parameter is as_json
+    monkeypatch.setattr(sys, "argv", ["kllm", "models", "llama-3-8b"])
+    shown: list[str] = []
+    monkeypatch.setattr(typer, "echo", shown.append)
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    assert stopped.value.code == 0
+    assert json.loads(shown[0])["models"][0]["name"] == "llama-3-8b"
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("KLLM_STEP_TIMEOUT_S", "soon"), ("KLLM_HOME", "~no-such-user/x")],
+)
+def test_a_variable_is_checked_whatever_runs(
+    name: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["kllm", "bench", "list"])
+    env.read.cache_clear()
+    with pytest.raises(SystemExit) as stopped:
+        cli.main()
+    env.read.cache_clear()
+    assert stopped.value.code == 2
+    assert capsys.readouterr().err.startswith(f"error: {name}='{value}' cannot be read: ")
 
 
 def test_every_command_explains_itself_and_its_options() -> None:

@@ -1,5 +1,6 @@
 """Bad input through the entry point: one sentence on stderr, nothing on stdout, the right code."""
 
+import gzip
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -31,6 +32,10 @@ CONFIG = {
     "hidden_act": "silu",
     "tie_word_embeddings": False,
 }
+TRACE_LINE = b'{"timestamp": %s, "input_length": %s, "output_length": 2}\n'
+DEEP = "[" * 100_000  # nests deeper than a parser goes
+BROKEN_GZIP = bytearray(gzip.compress(b"request" * 1000 + bytes(range(256))))
+BROKEN_GZIP[20:40] = b"\xff" * 20
 LATENCY = ("bench", "latency", "--device", "cpu", "--batch", "1", "--isl", "8", "--osl", "2")
 TINY = ("--model", "deepseek-v4", "--scale", "tiny", "--device", "cpu")
 BENCH = (*LATENCY, *TINY)
@@ -65,6 +70,18 @@ def text(name: str, content: str) -> Prepare:
     return prepare
 
 
+def data(name: str, content: bytes) -> Prepare:
+    def prepare(folder: Path) -> None:
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
+
+    return prepare
+
+
+def folder(name: str) -> Prepare:
+    return lambda at: (at / name).mkdir(parents=True)
+
+
 def model_folder(weights: Callable[[Path], None] | None = None) -> Prepare:
     def prepare(folder: Path) -> None:
         text("m/config.json", json.dumps(CONFIG))(folder)
@@ -76,6 +93,11 @@ def model_folder(weights: Callable[[Path], None] | None = None) -> Prepare:
 
 def one_tensor(file: Path) -> None:
     save_file({"model.norm.weight": torch.ones(32)}, file)
+
+
+def shard_without_a_name(folder: Path) -> None:
+    model_folder()(folder)
+    text("m/model.safetensors.index.json", '{"weight_map": {"model.norm.weight": 5}}')(folder)
 
 
 def truncated(file: Path) -> None:
@@ -189,6 +211,50 @@ MODEL_CASES = [
         "would cut real weights",
         model_folder(one_tensor),
     ),
+    case(
+        "config-nests-too-deep",
+        (*LATENCY, "--model", "./m"),
+        USAGE,
+        "config.json is not valid JSON",
+        text("m/config.json", DEEP),
+    ),
+    case(
+        "config-is-a-folder",
+        (*LATENCY, "--model", "./m"),
+        USAGE,
+        "config.json cannot be read",
+        folder("m/config.json"),
+    ),
+    case(
+        "layers-without-end",
+        (*LATENCY, "--model", "./m", "--load", "random"),
+        USAGE,
+        "num_hidden_layers must be a whole number in 1..10000",
+        text("m/config.json", json.dumps(CONFIG | {"num_hidden_layers": 10**9})),
+    ),
+    case(
+        "size-beyond-any-model",
+        (*LATENCY, "--model", "./m", "--load", "random"),
+        USAGE,
+        "vocab_size must be",
+        text("m/config.json", json.dumps(CONFIG | {"vocab_size": 10**400})),
+    ),
+    case(
+        "config-not-finite",
+        (*LATENCY, "--model", "./m", "--load", "random"),
+        USAGE,
+        "rope_theta must be finite, got inf",
+        text("m/config.json", json.dumps(CONFIG | {"rope_theta": float("inf")})),
+    ),
+    case(
+        "shard-without-a-name",
+        (*LATENCY, "--model", "./m"),
+        USAGE,
+        "cannot be read as a shard index",
+        shard_without_a_name,
+    ),
+    case("nobodys-home", (*LATENCY, "--model", "~no-such-user/m"), USAGE, "no model folder"),
+    case("name-too-long", (*LATENCY, "--model", "m" * 5000), USAGE, "File name too long"),
     case("no-layer", (*BENCH, "--scale", "layers:0"), USAGE, "layers:0"),
     case("too-many-layers", (*BENCH, "--scale", "layers:9999"), USAGE, "the model has"),
     case("unknown-scale", (*BENCH, "--scale", "huge"), USAGE, "unknown scale 'huge'"),
@@ -211,6 +277,39 @@ BENCH_CASES = [
         ("bench", "fidelity", *TINY, "--isl", "99999999"),
         USAGE,
         "4096 positions",
+    ),
+    case("batch-beyond-any", (*BENCH, "--batch", "9" * 30), USAGE, "--batch takes numbers up to"),
+    case(
+        "requests-beyond-any",
+        ("bench", "throughput", *TINY, "--requests", "9" * 30),
+        USAGE,
+        "num_requests must be in 1..",
+    ),
+    case(
+        "output-is-a-folder",
+        (*BENCH, "--output", "r.json"),
+        USAGE,
+        "r.json: it is a folder",
+        folder("r.json"),
+    ),
+    case("not-utf-8", (*BENCH, "--output", "a\udcff"), USAGE, r"'a\udcff' is not UTF-8"),
+    *(
+        case(
+            f"trace-{name}",
+            ("bench", "throughput", *TINY, "--workload", file),
+            USAGE,
+            says,
+            data(file, content),
+        )
+        for name, file, content, says in (
+            ("deep", "t.jsonl", DEEP.encode(), "line 1 cannot be read"),
+            ("broken-gzip", "t.jsonl.gz", bytes(BROKEN_GZIP), "cannot be read"),
+            ("long-cell", "t.csv", b"TIMESTAMP\n" + b"9" * 200_000, "line 2 cannot be read"),
+            ("long-header", "t.csv", b"9" * 200_000, "line 1 cannot be read"),
+            ("infinite-length", "t.jsonl", TRACE_LINE % (b"0", b"1e999"), "line 1 cannot be"),
+            ("infinite-time", "t.jsonl", TRACE_LINE % (b"1e999", b"8"), "not finite"),
+            ("time-not-a-number", "t.jsonl", TRACE_LINE % (b"NaN", b"8"), "not finite"),
+        )
     ),
     case("ring-isl-past-the-model", (*RING, "--isl", "999M"), USAGE, "4096 positions"),
     case("ring-without-attention", (*RING, "--attention", ","), USAGE, "needs a model, a link"),
@@ -314,6 +413,7 @@ TUNE_CASES = [
     case("storage-scheme", (*TUNE, "--storage", "nonsense"), USAGE, "nonsense"),
     case("tune-seed", (*TUNE, "--seed", "-1"), USAGE, "seed"),
     case("resume-nothing", (*TUNE, "--resume"), USAGE, "to resume"),
+    case("tune-fidelity", (*TUNE, "--fidelity", "modelled"), USAGE, "unknown fidelity 'modelled'"),
     case("resume-unknown", (*TUNE, "--resume", "--study", "s"), USAGE, "to resume"),
     case(
         "tune-output-is-a-file",
@@ -326,6 +426,36 @@ TUNE_CASES = [
 FILE_CASES = [
     case("report-missing", ("report", "r.json"), USAGE, "cannot read r.json"),
     case("report-broken", ("report", "r.json"), USAGE, "r.json", text("r.json", "{")),
+    case("report-deep", ("report", "r.json"), USAGE, "r.json is not JSON", text("r.json", DEEP)),
+    case(
+        "report-deep-journal",
+        ("report", "r.partial.jsonl"),
+        USAGE,
+        "line 1 is damaged",
+        text("r.partial.jsonl", DEEP + "\n"),
+    ),
+    case(
+        "report-foreign-duration",
+        ("report", "r.json"),
+        USAGE,
+        "unusable field of a vllm result",
+        text("r.json", '{"model_id": "m", "mean_ttft_ms": 1, "duration": "long"}'),
+    ),
+    case("report-name-too-long", ("report", "r" * 5000), USAGE, "File name too long"),
+    case(
+        "expert-placement-deep",
+        (*BENCH, "--layout", "dp=2,ep=2", "--expert-placement", "r.json"),
+        USAGE,
+        "r.json is not a usable kLLM result",
+        text("r.json", '{"a":' * 100_000),
+    ),
+    case(
+        "grid-broken-gzip",
+        ("tune-quality", "g.jsonl.gz"),
+        USAGE,
+        "g.jsonl.gz cannot be read",
+        data("g.jsonl.gz", bytes(BROKEN_GZIP)),
+    ),
     case("report-wrong-field", ("report", "r.json"), USAGE, "$.model", wrong_field),
     case(
         "report-empty-folder",
@@ -373,6 +503,9 @@ FILE_CASES = [
         two_equal,
     ),
     case("recipe-toml", ("recipes", "check", "r.toml"), USAGE, "r.toml", text("r.toml", "x = [")),
+    case(
+        "recipe-deep", ("recipes", "check", "r.toml"), USAGE, "r.toml", text("r.toml", "x=" + DEEP)
+    ),
     case("recipe-field", ("recipes", "check", "r.toml"), USAGE, "r.toml", text("r.toml", "x=1")),
     case("recipe-missing", ("recipes", "check", "r.toml"), USAGE, "r.toml cannot be read"),
     case("recipe-unknown", ("recipes", "show", "none"), USAGE, "no recipe 'none'"),
@@ -393,6 +526,7 @@ FILE_CASES = [
         text("kllm.toml", "[tune]\ntrials = -1"),
     ),
     case("config-toml", ("models",), USAGE, "kllm.toml", text("kllm.toml", "[tune")),
+    case("config-deep", ("models",), USAGE, "kllm.toml", text("kllm.toml", "x=" + DEEP)),
     case("config-check-missing", ("config", "check", "c.toml"), USAGE, "c.toml cannot be read"),
     case(
         "config-check-broken",
@@ -422,6 +556,8 @@ PARSER_CASES = [
     (*GENERATE, "--temperature", "-1", "hi"),
     (*GENERATE, "--temperature", "nan", "hi"),
     (*TUNE, "--timeout", "-1"),
+    ("models", "glm-5.2", "--layout", "dp=8,ep=8", "--memory-gb", "inf"),
+    ("bench", "tp-vs-dp-attention", "--skewed", "9" * 30),
     (*GENERATE,),
     ("tuna",),
     ("models", "--what"),
@@ -473,6 +609,7 @@ def test_bad_input_is_one_sentence(bad: Case, kllm: Callable, tmp_path: Path) ->
     assert "internal error" not in err
     assert bad.says in err
     assert (code, out) == (bad.code, "")
+    assert not (tmp_path / "kllm-results").exists()
 
 
 @pytest.mark.parametrize("args", PARSER_CASES, ids=" ".join)

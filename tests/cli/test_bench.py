@@ -2,7 +2,7 @@
 
 import json
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +14,7 @@ from kllm import hardware
 from kllm.bench.base import Context
 from kllm.bench.overhead import OverheadBench
 from kllm.bench.record import Record
+from kllm.cli import options
 from kllm.cli.bench import bench_app
 from kllm.cli.bench_output import fit, series_table
 from kllm.cli.bench_progress import progress
@@ -34,6 +35,21 @@ CEILINGS = hardware.Ceilings(
     load=0.125,
     beaten=True,
 )
+
+
+@pytest.mark.parametrize(
+    ("read", "found"),
+    [
+        (lambda: options.integers("--batch", "4,1,4"), (4, 1)),
+        (lambda: options.lengths("--isl", "1K,1024,2"), (1024, 2)),
+        (lambda: options.names("ring,dense, ring"), ("ring", "dense")),
+    ],
+    ids=["integers", "lengths", "names"],
+)
+def test_a_value_that_is_repeated_is_measured_once(
+    read: Callable[[], tuple[object, ...]], found: tuple[object, ...]
+) -> None:
+    assert read() == found
 
 
 def run(*args: str) -> str:
