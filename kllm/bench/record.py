@@ -184,6 +184,11 @@ class Record:
         self.rows.setdefault(series, []).extend(dict(row) for row in rows)
         self._units.setdefault(series, {})
 
+    @property
+    def kept(self) -> str:
+        """Where the measurements of a run are that does not end with a result."""
+        return f"what was measured is in {self._journal.path}, which `kllm report` reads"
+
     def metric(self, name: str) -> Metric:
         """The summary of a metric's repeats so far."""
         return Metric.of(self.values[name], **self._about[name])
@@ -224,8 +229,6 @@ class Record:
         try:
             path = save(result, self.target)
         except DataError as error:
-            raise DataError(
-                f"{error}; what was measured is in {self._journal.path}, which `kllm report` reads"
-            ) from error
+            raise DataError(f"{error}; {self.kept}") from error
         self._journal.path.unlink(missing_ok=True)
         return result, path

@@ -7,6 +7,7 @@ from pathlib import Path
 from kllm.bench.base import Bench, Context
 from kllm.bench.record import Record, Subject
 from kllm.config import EngineConfig
+from kllm.errors import KllmError
 from kllm.models.load import resolve
 from kllm.results.schema import RunResult
 
@@ -31,6 +32,10 @@ def run_bench(
             record.interrupted = True
             if not record.values:
                 raise
+        except KllmError as error:
+            if not record.values:
+                raise
+            raise type(error)(f"{error}; {record.kept}") from error
         bench.conclude(record)
         return record.finish()
 

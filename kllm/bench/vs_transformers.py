@@ -67,8 +67,16 @@ class TransformersBench:
 
         Raises:
             DependencyError: transformers is not installed.
-            ConfigError: the model has no real weights that transformers can read.
+            ConfigError: the model has no real weights that transformers can read, or not as many
+                positions as the longest request has tokens.
         """
+        most = resolve(ctx.config).config.max_position_embeddings
+        longest = max(max(case.isl) for case in CASES) + self.osl
+        if longest > most:
+            raise ConfigError(
+                f"the longest request has {longest} tokens and the model {most} positions; lower "
+                "--osl"
+            )
         generate = _their_generate(ctx.config)
         config = replace(
             ctx.config, scheduler=replace(ctx.config.scheduler, max_batch=max_batch(CASES))

@@ -17,7 +17,7 @@ from kllm.bench.throughput import ThroughputBench
 from kllm.bench.vs_transformers import agreement
 from kllm.bench.workloads import Lengths, Workload, parse
 from kllm.config import EngineConfig
-from kllm.errors import CapacityError, ConfigError
+from kllm.errors import CapacityError, ConfigError, WorkerError
 from kllm.hardware import Ceilings
 from kllm.results.store import list_results, load, recover
 from tests.bench.fakes import Clock, FakeEngine
@@ -131,6 +131,24 @@ def test_interrupt_before_the_first_value_leaves_no_file(tmp_path: Path) -> None
     with pytest.raises(KeyboardInterrupt):
         run_bench(LatencyBench(batches=(1,), isl=4, osl=6), context(lambda: engine), tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_error_says_where_the_measurements_are(tmp_path: Path) -> None:
+    engine = FakeEngine(Clock(), fail_at=30, failure=WorkerError("rank 0 died"))
+    bench = LatencyBench(batches=(1, 2), isl=4, osl=6)
+    with pytest.raises(WorkerError) as stopped:
+        run_bench(bench, context(lambda: engine), tmp_path)
+    [journal] = tmp_path.iterdir()
+    assert str(stopped.value) == (
+        f"rank 0 died; what was measured is in {journal}, which `kllm report` reads"
+    )
+    assert recover(journal).metrics["step_ms.batch1"].values
+
+
+def test_more_tokens_than_positions_are_refused_before_anything_runs(tmp_path: Path) -> None:
+    bench = BENCHES["vs-transformers"].load()(osl=100_000)
+    with pytest.raises(ConfigError, match="100256 tokens and the model"):
+        run_bench(bench, context(lambda: FakeEngine(Clock())), tmp_path)
 
 
 def test_a_killed_run_can_be_recovered_from_its_journal(tmp_path: Path) -> None:
