@@ -60,13 +60,13 @@ def check(
     name: RecipeName,
     as_json: AsJson = False,
 ) -> None:
-    """Check a recipe: readable, settings the engine takes, its SLO met, measured on such a machine.
+    """Check a recipe: readable, settings the engine takes, its SLO met, fit for this machine.
 
-    Exit code 1 when its own figures miss its SLO.
+    Exit code 1 when its own figures miss its SLO, 3 when it needs more GPUs than are here.
     """
     import json
 
-    from kllm.errors import KllmError
+    from kllm.errors import CapacityError, KllmError
     from kllm.hardware import detect
     from kllm.recipes.schema import load
 
@@ -74,11 +74,22 @@ def check(
     machine = detect()
     here = ("cuda", machine.gpus[0].name) if machine.gpus else ("cpu", machine.cpu)
     misfits = recipe.misfits(*here)
+    shortage = recipe.shortage(len(machine.gpus))
     if as_json:
-        document = {"name": recipe.name, "valid": True, "meets_slo": not recipe.missed_slo}
-        typer.echo(json.dumps(document | {"misfits": misfits}, indent=1))
+        document = {
+            "name": recipe.name,
+            "valid": True,
+            "meets_slo": not recipe.missed_slo,
+            "fits": not shortage,
+            "misfits": misfits,
+        }
+        typer.echo(json.dumps(document, indent=1))
     if recipe.missed_slo:
         raise KllmError(f"recipe {name} cannot be recommended: {recipe.missed_slo}")
+    if shortage:
+        raise CapacityError(
+            f"recipe {name} does not fit this machine: {shortage}; `kllm tune` finds one that does"
+        )
     if as_json:
         return
     say(out, f"{name}: good")

@@ -121,6 +121,14 @@ class Recipe:
             f"{self.slo.attainment:.0%} must; tune again with a looser --slo or a lower load"
         )
 
+    def shortage(self, gpus: int) -> str:
+        """Why a machine with so many GPUs cannot run it, half a sentence; "" where it can."""
+        needed = self.hardware.count if self.hardware.device == "cuda" else 0
+        if gpus >= needed:
+            return ""
+        wants = f"{needed} GPU{'s' if needed > 1 else ''}"
+        return f"it needs {wants} and this machine has {gpus or 'none'}"
+
     def misfits(self, device: str, device_name: str) -> list[str]:
         """Why the numbers may not hold on a machine; empty when it is the same kind."""
         reasons = []

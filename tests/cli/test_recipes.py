@@ -3,12 +3,15 @@
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Literal
 
 import pytest
 from typer.testing import CliRunner
 
+from kllm import hardware
 from kllm.cli.recipes import recipes_app
-from kllm.errors import KllmError
+from kllm.errors import CapacityError, KllmError
+from kllm.hardware import Gpu
 from kllm.recipes import schema
 from tests.recipes.test_schema import recipe
 
@@ -36,6 +39,45 @@ def test_recipe_that_misses_its_slo_fails(tmp_path: Path, flags: list[str]) -> N
     assert "good" not in done.stdout
     if flags:
         assert json.loads(done.stdout)["meets_slo"] is False
+
+
+@pytest.mark.parametrize(
+    ("device", "count", "here", "says"),
+    [
+        ("cuda", 2, 0, "it needs 2 GPUs and this machine has none"),
+        ("cuda", 2, 1, "it needs 2 GPUs and this machine has 1"),
+        ("cuda", 1, 0, "it needs 1 GPU and this machine has none"),
+        ("cuda", 2, 2, ""),
+        ("cuda", 1, 8, ""),
+        ("cpu", 1, 0, ""),
+    ],
+)
+@pytest.mark.parametrize("flags", [[], ["--json"]])
+def test_recipe_that_needs_more_gpus_than_are_here_does_not_fit(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    device: Literal["cpu", "cuda"],
+    count: int,
+    here: int,
+    says: str,
+    flags: list[str],
+) -> None:
+    gpu = Gpu(
+        name="a GPU", memory_bytes=1 << 36, driver=None, max_sm_clock_mhz=None, capability=(9, 0)
+    )
+    machine = replace(hardware.detect(), gpus=(gpu,) * here)
+    monkeypatch.setattr(hardware, "detect", lambda: machine)
+    measured_on = schema.Hardware(device=device, name="another", count=count)
+    schema.save(replace(recipe(), hardware=measured_on), tmp_path / "r.toml")
+    done = RUNNER.invoke(recipes_app, ["check", str(tmp_path / "r.toml"), *flags])
+    if says:
+        assert isinstance(done.exception, CapacityError)
+        assert f"does not fit this machine: {says};" in str(done.exception)
+        assert "good" not in done.stdout
+    else:
+        assert done.exit_code == 0
+    if flags:
+        assert json.loads(done.stdout)["fits"] is not bool(says)
 
 
 def test_export_prints_the_command_and_says_the_rest_on_stderr(tmp_path: Path) -> None:
