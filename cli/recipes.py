@@ -103,7 +103,7 @@ def export(
     to: Annotated[str, typer.Option(help="Engine whose command line is printed: vllm or sglang.")],
     as_json: AsJson = False,
 ) -> None:
-    """Print the nearest command line of vLLM or SGLang, and on stderr what it cannot keep."""
+    """Print on stderr what vLLM or SGLang cannot keep, then the nearest command line."""
     import json
 
     from kllm.recipes import export as exports
@@ -113,8 +113,8 @@ def export(
     if as_json:
         typer.echo(json.dumps(made.document(), indent=1))
         return
-    typer.echo(made.command)
-    say(err, f"the flags are those of {made.target}; other releases may differ", lead="note: ")
     for lead, notes in (("no equivalent", made.missing), ("approximate", made.approximate)):
         for setting, why in notes.items():
             say(err, why, lead=f"{lead}: {setting}: ", style="yellow")
+    say(err, f"the flags are those of {made.target}; other releases may differ", lead="note: ")
+    typer.echo(made.command)

@@ -55,9 +55,9 @@ def export(recipe: Recipe, to: str) -> Export:
     if config.device == "auto":
         config = replace(config, device=recipe.hardware.device)
     model, said = checkpoints.served(config.model)
-    parts: dict[str, Translation] = {"model": said} | {
+    parts: dict[str, Translation] = {
         setting: rule(attrgetter(setting)(config), config) for setting, rule in target.rules.items()
-    }
+    } | {"model": said}
     return Export(
         target=target.title,
         lines=((*target.program, model), *(words for p in parts.values() for words in p.flags)),

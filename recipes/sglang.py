@@ -197,6 +197,7 @@ SGLANG = Target(
     title="SGLang 0.5.23",
     program=("python", "-m", "sglang.launch_server", "--model-path"),
     rules={
+        **MEASUREMENT,
         "dtype": checkpoints.dtype,
         "cache.dtype": _kv_dtype,
         "max_model_len": flag("--context-length", unless=0),
@@ -235,7 +236,6 @@ SGLANG = Target(
         "load": _load,
         "seed": flag("--random-seed"),
         "device": _device,
-        **MEASUREMENT,
     },
     differs={
         "prefix caching": "on in SGLang, kLLM has none: to compare the two add "

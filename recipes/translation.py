@@ -82,6 +82,11 @@ def stage_ranks(config: EngineConfig) -> int:
 def _scale(value: str, config: EngineConfig) -> Translation:
     if value in ("auto", "full"):
         return SAME
+    if value == "tiny":
+        return Translation(
+            missing="the recipe is of a tiny model, whose dimensions are its own: none of its "
+            "settings or numbers carries over to the model that the command serves"
+        )
     return Translation(
         missing=f"the recipe was found on a part of the model ({value}); the command serves all of "
         "it, which takes more memory and may have other best settings"
@@ -97,7 +102,8 @@ def _fidelity(value: str, config: EngineConfig) -> Translation:
     )
 
 
-# How a recipe was measured: nothing that a server could be told, whatever the engine.
+# How a recipe was measured: nothing that a server could be told, whatever the engine. It comes
+# first, as it decides what the rest is worth.
 MEASUREMENT: Mapping[str, Rule] = {
     "scale": _scale,
     "fidelity": _fidelity,

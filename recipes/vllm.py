@@ -186,6 +186,7 @@ VLLM = Target(
     title="vLLM 0.33.0",
     program=("vllm", "serve"),
     rules={
+        **MEASUREMENT,
         "dtype": checkpoints.dtype,
         "cache.dtype": _kv_dtype,
         "max_model_len": _max_model_len,
@@ -220,7 +221,6 @@ VLLM = Target(
         "load": _load,
         "seed": flag("--seed"),
         "device": _device,
-        **MEASUREMENT,
     },
     differs={
         "prefix caching": "on in vLLM, kLLM has none: to compare the two add "

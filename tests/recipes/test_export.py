@@ -249,3 +249,10 @@ def test_recipe_of_a_cpu_names_the_device() -> None:
 def test_unknown_engine_is_refused_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="unknown engine to export to 'tgi'; known: sglang, vllm"):
         export(recipe(), "tgi")
+
+
+@pytest.mark.parametrize("to", TARGETS)
+def test_that_a_tiny_model_says_nothing_comes_before_all_else(to: str) -> None:
+    made = export(recipe(model="no such model", scale="tiny"), to)
+    assert next(iter(made.missing)) == "scale"
+    assert "none of its settings" in made.missing["scale"]
