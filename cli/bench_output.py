@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from kllm.cli.console import out, say
-from kllm.results.headings import LEGENDS, fidelity, heading
+from kllm.results.headings import LEGENDS, fidelity, heading, tiny_warning
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -47,6 +47,9 @@ def print_result(result: "RunResult") -> None:
                 out.print(table)
             for footnote in footnotes:
                 say(out, footnote)
+    if warning := tiny_warning(result):
+        say(out, "")
+        say(out, warning, style="yellow")
     for title, text in (
         ("Verdict", result.verdict or ""),
         ("Boundary", result.boundary or ""),

@@ -88,6 +88,14 @@ def heading(name: str, unit: str = "") -> str:
     return f"{words} ({unit})" if unit and not words.endswith(unit) else words
 
 
+def tiny_warning(result: "RunResult") -> str:
+    """What to read before the verdict of a tiny model's run; "" of any other scale."""
+    if result.scale != "tiny":
+        return ""
+    what = "study" if result.kind == "tune" else "bench"
+    return f"Tiny model: this shows that the {what} runs; its times say nothing about a deployment."
+
+
 def fidelity(result: "RunResult") -> str:
     """The fidelity of a result, what ran, and the fidelities that its tables state themselves."""
     ranks = math.prod(result.layout.get(degree) or 1 for degree in ("tp", "dp", "cp", "pp"))

@@ -9,7 +9,7 @@ from markupsafe import Markup
 from kllm.results.charts import charts_of, comparison_chart
 from kllm.results.claims import ClaimRow, side_by_side
 from kllm.results.compare import TABLE_COLUMNS, Comparison, number, table_cells
-from kllm.results.headings import FIDELITY_MEANS, LEGENDS, fidelity, heading
+from kllm.results.headings import FIDELITY_MEANS, LEGENDS, fidelity, heading, tiny_warning
 from kllm.results.schema import Cell, Column, Fingerprint, Metric, RunResult, Series
 
 MAX_ROWS, MAX_MARKDOWN_ROWS = 60, 40  # of a series; the rest is in the result file
@@ -78,6 +78,7 @@ def _title(results: Sequence[RunResult]) -> str:
 def _run(result: RunResult) -> dict[str, Any]:
     return {
         "result": result,
+        "warning": tiny_warning(result),
         "verdict": result.verdict or "No verdict was recorded.",
         "fidelity": fidelity(result),
         "means": _means(result),
@@ -200,6 +201,8 @@ def _claim_cells(row: ClaimRow) -> list[str]:
 
 def _markdown_run(result: RunResult) -> list[str]:
     lines = [f"## {result.name}: {result.model} ({result.scale}, {result.dtype})", ""]
+    if warning := tiny_warning(result):
+        lines += [warning, ""]
     lines += [f"**{result.verdict or 'No verdict was recorded.'}**", ""]
     if result.boundary:
         lines += [f"Boundary: {result.boundary}", ""]

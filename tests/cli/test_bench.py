@@ -16,7 +16,7 @@ from kllm.bench.overhead import OverheadBench
 from kllm.bench.record import Record
 from kllm.cli import options
 from kllm.cli.bench import bench_app
-from kllm.cli.bench_output import fit, series_table
+from kllm.cli.bench_output import fit, print_result, series_table
 from kllm.cli.bench_progress import progress
 from kllm.cli.bench_run import settled
 from kllm.cli.doctor import advice, doctor
@@ -25,6 +25,7 @@ from kllm.errors import KllmError
 from kllm.hardware.links import LinkCeilings
 from kllm.models.load import resolve
 from kllm.results.schema import Series
+from tests.results import samples
 
 CEILINGS = hardware.Ceilings(
     device="cpu",
@@ -276,3 +277,11 @@ def test_advice_names_what_is_missing_and_idle_cores() -> None:
     assert "No NVIDIA GPU" in text
     assert "1 of 4 cores" in text
     assert "gguf" in text
+
+
+def test_a_tiny_model_is_warned_of_above_the_verdict(capsys: pytest.CaptureFixture[str]) -> None:
+    print_result(samples.bench())
+    printed = capsys.readouterr().out
+    assert printed.index("say nothing about a deployment") < printed.index("Verdict")
+    print_result(samples.bench(scale="full"))
+    assert "say nothing about a deployment" not in capsys.readouterr().out

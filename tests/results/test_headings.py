@@ -2,7 +2,7 @@
 
 import pytest
 
-from kllm.results.headings import fidelity, heading
+from kllm.results.headings import fidelity, heading, tiny_warning
 from kllm.results.schema import Series
 from tests.results import samples
 
@@ -49,3 +49,18 @@ def test_tables_of_another_fidelity_are_announced() -> None:
     pair = Series.of("pair", [{"rank-slice": 1.0, "modelled": 2.0}])
     result = samples.bench(fidelity="modelled", series=(rows, pair))
     assert fidelity(result) == "modelled; real and rank-slice where a table says so"
+
+
+@pytest.mark.parametrize(
+    ("scale", "kind", "words"),
+    [
+        ("tiny", "bench", "shows that the bench runs"),
+        ("tiny", "tune", "shows that the study runs"),
+        ("layers:4", "bench", ""),
+        ("full", "tune", ""),
+    ],
+)
+def test_only_a_tiny_model_is_warned_of(scale: str, kind: str, words: str) -> None:
+    warning = tiny_warning(samples.bench(scale=scale, kind=kind))
+    assert words in warning
+    assert bool(warning) is bool(words)

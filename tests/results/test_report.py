@@ -1,6 +1,7 @@
 """Reports: complete, self-contained, robust to what a result lacks."""
 
 import re
+from collections.abc import Callable, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
 from xml.etree import ElementTree
@@ -63,6 +64,16 @@ def test_fidelity_is_printed_with_its_meaning() -> None:
     for text in (render_html([result]), render_markdown([result])):
         assert "modelled" in text
         assert "nothing ran" in text
+
+
+@pytest.mark.parametrize("render", [render_html, render_markdown])
+def test_warning_of_a_tiny_model_stands_above_the_verdict(
+    render: Callable[[Sequence[RunResult]], str],
+) -> None:
+    warning, verdict = "say nothing about a deployment", "2.0 times its floor"
+    tiny = render([samples.bench()])
+    assert tiny.index(warning) < tiny.index(verdict)
+    assert warning not in render([samples.bench(scale="full")])
 
 
 def test_text_of_a_result_cannot_inject_markup() -> None:
