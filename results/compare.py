@@ -268,10 +268,18 @@ def sentence(rows: Sequence[Row], margin: float) -> str:
         by.setdefault(row.judgement.verdict, []).append(row.metric)
     if worse := by.get("worse"):
         return f"Worse by more than {margin:.0%}: {', '.join(worse)}."
+    unsure = by.get("can't tell", [])
     if better := by.get("better"):
-        return f"Nothing is worse; better by more than {margin:.0%}: {', '.join(better)}."
-    if unsure := by.get("can't tell"):
-        return f"No regression found, but the repeats cannot tell for {', '.join(unsure)}."
+        counts = [f"{len(better)} better: {', '.join(better)}"]
+        counts += [f"{len(by['same'])} the same"] if "same" in by else []
+        counts += [f"{len(unsure)} can't be told"] if unsure else []
+        return f"Nothing is found worse by more than {margin:.0%} ({'; '.join(counts)})."
+    if unsure:
+        judged = len(unsure) + len(by.get("same", []))
+        return (
+            f"No regression found, but the repeats cannot tell for {len(unsure)} of {judged} "
+            f"metrics: {', '.join(unsure)}."
+        )
     if "same" not in by:
         return "No metric could be judged."
     return f"The same within {margin:.0%}."

@@ -47,6 +47,20 @@ def test_equal_runs_are_the_same_and_do_not_regress() -> None:
     assert found.regressed == ()
 
 
+def test_headline_counts_what_cannot_be_told() -> None:
+    once = {f"once_{n}_ms": samples.times([1.0]) for n in range(10)}
+    faster = run(0.8, seed=2)
+    sides = [replace(side, metrics=side.metrics | once) for side in (run(seed=1), faster)]
+    assert compare([sides[0]], [sides[1]]).verdict == (
+        "Nothing is found worse by more than 5% "
+        "(2 better: tpot_ms, output_tokens_per_s; 1 the same; 10 can't be told)."
+    )
+    alone = [replace(side, metrics=once) for side in sides]
+    assert compare([alone[0]], [alone[1]]).verdict.startswith(
+        "No regression found, but the repeats cannot tell for 10 of 10 metrics: once_0_ms, "
+    )
+
+
 def test_wider_margin_lets_a_known_slowdown_pass() -> None:
     assert compare([run(seed=1)], [run(1.1, seed=2)]).regressed
     wide = compare([run(seed=1)], [run(1.1, seed=2)], fail_on=FailOn.parse("worse:30%"))
