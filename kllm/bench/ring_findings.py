@@ -203,7 +203,7 @@ def _spots(
 def _alike(row: Row) -> bool:
     if row.get("ratio_lo"):
         return bool(row["ratio_lo"] <= 1 <= row["ratio_hi"])
-    return abs(row["ratio"] - 1) <= ALIKE
+    return bool(abs(row["ratio"] - 1) <= ALIKE)
 
 
 def _along_length(rows: Sequence[Row]) -> Iterator[str]:
