@@ -12,6 +12,7 @@ from typing import Literal
 
 import numpy as np
 
+from kllm.results.compare import number
 from kllm.results.stats import MIN_REPEATS, Judgement, judge
 from kllm.tuners.objective import Goal
 from kllm.tuners.outcome import Outcome, measure
@@ -264,7 +265,8 @@ def _verdict(goal: Goal, comparison: Comparison, words: str) -> str:
     if comparison.conclusion == "unconfirmed":
         return _unconfirmed(goal, comparison, words)
     if comparison.conclusion == "default fails":
-        return f"Better than default: {words} meets {goal.slo}, which the default does not."
+        meets = f"{words} meets {goal.slo}, which the default does not"
+        return f"Better than default: {meets}{_against(goal, comparison)}."
     judged = comparison.judgement
     assert judged is not None
     if judged.ratio is None or judged.interval is None:
@@ -274,6 +276,19 @@ def _verdict(goal: Goal, comparison: Comparison, words: str) -> str:
     if comparison.conclusion == "better":
         return f"Better than default: {words} ({margin})."
     return f"No better than default: {words} is not measurably better ({margin})."
+
+
+def _against(goal: Goal, comparison: Comparison) -> str:
+    """Both sides' first objective: one that meets the SLO may have the worse."""
+    first = goal.objectives[0]
+    sides = [
+        [m[first.metric] for m in runs if first.metric in m]  # no request ended: no latency
+        for runs in (comparison.winner, comparison.default)
+    ]
+    if not all(sides):
+        return ""
+    winner, default = (number(float(np.median(side))) for side in sides)
+    return f"; {first.name} {winner} against {default} {first.unit}"
 
 
 def _unconfirmed(goal: Goal, comparison: Comparison, words: str) -> str:

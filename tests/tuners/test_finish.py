@@ -58,6 +58,10 @@ def test_default_that_misses_the_slo_is_beaten_by_what_meets_it() -> None:
     found = conclude(GOAL, default=runs([200] * 6, 0.5), winner=runs([100] * 6))
     assert found.conclusion == "default fails"
     assert not found.keeps_default
+    said = verdict(GOAL, found, WORDS)
+    assert said.endswith("which the default does not; goodput 100 against 200 tokens/s.")
+    failed = conclude(GOAL, default=[], winner=runs([100] * 6))
+    assert verdict(GOAL, failed, WORDS).endswith("which the default does not.")
 
 
 def test_winner_that_does_not_hold_up_is_not_recommended() -> None:
