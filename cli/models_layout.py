@@ -11,6 +11,12 @@ if TYPE_CHECKING:
 def print_deployment(found: "Deployment", memory_fraction: float) -> None:
     """Memory and capacity, then the transfers of a step, then the kinds of context parallelism."""
     out.print(_memory(found, memory_fraction))
+    if found.dequantised:
+        say(
+            out,
+            "Weights are counted for an engine that keeps them as released; kLLM itself "
+            "dequantises them: --dtype bfloat16 counts that.",
+        )
     cached = f" behind {found.load.cached:,} cached ones" if found.load.cached else ""
     steps = (
         (f"prefill of {found.load.tokens:,} tokens{cached}", found.prefill),

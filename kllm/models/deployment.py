@@ -109,6 +109,7 @@ class Deployment:
     dtype: str
     kv_dtype: str
     activation_bytes: float  # left on each rank by the memory fraction
+    dequantised: bool  # by kLLM itself, which then needs more for weights than is counted
     capacity: Capacity
     kv_tokens: int  # over the deployment
     load: Load
@@ -171,6 +172,7 @@ def deployment(
         dtype=dtype,
         kv_dtype=kv_dtype,
         activation_bytes=(1 - memory_fraction) * device.memory_bytes,
+        dequantised=dtype == STORED and any(w.bits < BITS["bfloat16"] for w in shape.weights),
         capacity=held,
         kv_tokens=held.tokens,
         load=load,

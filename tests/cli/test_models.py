@@ -94,6 +94,20 @@ def test_a_layout_as_json_has_the_tables_numbers() -> None:
     assert smaller["kv_tokens"] < found["kv_tokens"]
 
 
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (("glm-5.2",), True),
+        (("deepseek-v4",), True),
+        (("glm-5.2", "--dtype", "bfloat16"), False),
+        (("glm-5.2-bf16",), False),
+    ],
+)
+def test_weights_that_kllm_dequantises_are_said_to(args: tuple[str, ...], said: bool) -> None:
+    text = " ".join(run(*args, "--layout", "dp=8,ep=8").split())
+    assert ("kLLM itself dequantises them: --dtype bfloat16" in text) is said
+
+
 def test_weights_that_do_not_fit_are_said_to() -> None:
     assert "the weights do not fit" in run("glm-5.2", "--layout", "tp=1")
 
