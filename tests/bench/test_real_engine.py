@@ -100,7 +100,7 @@ def test_overhead_is_reported_for_both_parts(tmp_path: Path) -> None:
     assert [row["running"] for row in rows_of(result, "sweep")] == [1, 2, 3]
     assert 0 < result.metrics["overhead_share.batch2"].values[0] < 1
     assert result.verdict is not None
-    assert "limit" in result.verdict
+    assert "target of" in result.verdict
 
 
 def test_both_sides_of_the_transformers_bench_make_the_same_tokens(tmp_path: Path) -> None:
