@@ -127,7 +127,11 @@ class SlicedExecutor:
         )
         self.sharing = sharing_of(config, self._rank.budget)
         self._responder = Responder(config.parallel.world)
-        self._allocate(fill=False)
+        try:
+            self._allocate(fill=False)
+        except BaseException:
+            self._responder.close()  # nobody else will: there is no executor to close
+            raise
 
     def execute(self, plans: Sequence[Plan | None]) -> list[Outcome | None]:
         """Run one step of every group."""

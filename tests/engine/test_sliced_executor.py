@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 
 import numpy as np
+import psutil
 import pytest
+import torch
 from torch import Tensor
 
 from kllm.attention.context import ForwardContext
@@ -166,3 +168,17 @@ def test_the_busiest_group_has_the_most_tokens_then_the_longest_contexts() -> No
     assert busiest([plan(4, 9), plan(4, 10)], 0) == 1
     assert busiest([plan(4, 9), None, plan(4, 9)], 2) == 2, "its own among equals"
     assert busiest([None, plan(1, 1)], 0) == 1
+
+
+def test_a_slice_without_memory_for_its_kv_leaves_no_process(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_room(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError("no room")
+
+    before = psutil.Process().children()
+    monkeypatch.setattr(Rank, "allocate", no_room)
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        sliced("llama-3-8b", ParallelConfig(tp=2), 0)
+    assert psutil.Process().children() == before, "also while the error is kept"
+    assert caught.value
